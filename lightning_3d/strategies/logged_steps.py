@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`self.log` and torchmetrics where only one pipeline stage sees the values."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_3d.compat_lightning import mark_metric_updated
+from lightning_3d.mesh import ParallelMesh
+from lightning_3d.pipeline.logs import LogCall, Publisher, merge_microbatches
+from lightning_3d.strategies.monitored import replaced_log
+
+
+class LoggedSteps:
+    """Holds back `self.log` while stages run, then repeats it on every rank with the last stage's values."""
+
+    def __init__(self, module: pl.LightningModule, mesh: ParallelMesh, device: torch.device) -> None:
+        self._module, self._mesh, self._device = module, mesh, device
+        self._publisher = Publisher(mesh, device)
+        self._signature = inspect.signature(type(module).log)
+        self._calls: list[LogCall] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records the calls of `self.log` inside the context instead of making them."""
+        self._calls = []
+        with replaced_log(self._module, self._record):
+            yield
+
+    def _record(self, *args: Any, **kwargs: Any) -> None:
+        arguments = dict(self._signature.bind(self._module, *args, **kwargs).arguments)
+        arguments.pop("self")
+        name, value = arguments.pop("name"), arguments.pop("value")
+        self._calls.append(LogCall(name, value.detach() if isinstance(value, Tensor) else value, arguments))
+
+    def publish(self, numbers: list[float | Tensor], *, split: bool) -> list[float]:
+        """Makes the recorded calls on every rank of the replica; collective over pp.
+
+        Args:
+            numbers: further numbers to send along; only read on the last stage, but as many everywhere.
+            split: whether the calls are of microbatches, to be merged.
+
+        Returns:
+            The further numbers of the last stage.
+        """
+        calls = merge_microbatches(self._calls) if split and self._mesh.holds_loss else self._calls
+        names = {
+            id(metric): name for name, metric in self._module.named_modules() if isinstance(metric, Metric)
+        }
+        layout = [(call.name, names.get(id(call.value)), call.options) for call in calls]
+        values = [_number(call.value) for call in calls]
+        layout, received = self._publisher.publish(layout, [*numbers, *values])
+        for (name, metric_name, options), value in zip(layout, received[len(numbers) :], strict=True):
+            self._log(name, metric_name, options, value)
+        self._calls = []
+        return received[: len(numbers)]
+
+    def _log(self, name: str, metric_name: str | None, options: dict[str, Any], value: float) -> None:
+        if metric_name is None:
+            self._module.log(name, torch.tensor(value, dtype=torch.float32, device=self._device), **options)
+            return
+        metric = self._module.get_submodule(metric_name)
+        assert isinstance(metric, Metric)
+        if not self._mesh.holds_loss:
+            mark_metric_updated(metric, torch.tensor(value, device=self._device))
+        self._module.log(name, metric, **options)
+
+
+def _number(value: Any) -> float | Tensor:
+    if isinstance(value, Metric):
+        forward_value: Any = value._forward_cache  # None after an update without a forward
+        return forward_value.detach() if isinstance(forward_value, Tensor) else float("nan")
+    return value
+
+
+def sync_metrics_over_replicas(module: pl.LightningModule, mesh: ParallelMesh, device: torch.device) -> None:
+    """Makes torchmetrics gather over data-parallel replicas only, and from the last stage, where they are updated."""
+
+    def gather(state: Tensor, group: Any = None) -> list[Tensor]:
+        states = gather_all_tensors(state, group=mesh.dp_group) if mesh.holds_loss else []
+        if mesh.pp_size == 1:
+            return states
+        payload = [[each.cpu() for each in states]]
+        dist.broadcast_object_list(payload, src=mesh.loss_rank, group=mesh.group("pp"), device=device)
+        return [each.to(device) for each in payload[0]]
+
+    for metric in module.modules():
+        if isinstance(metric, Metric):
+            metric.dist_sync_fn = gather
