@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import ModelError, StepError
 from lightning_3d.mesh import ParallelMesh
-from lightning_3d.parallel.agreement import agree
+from lightning_3d.parallel.agreement import agree, any_beside
 from lightning_3d.parallel.blocks import Blocks
 from lightning_3d.parallel.gate import BlockGate, BlockRun, MergeRun, ProbeRun, StageExit, StageRun
 from lightning_3d.parallel.random_state import enter_stage, step_random_state
@@ -80,6 +80,7 @@ class PipelineSteps:
         wire_dtype: torch.dtype,
         step_context: Callable[[], AbstractContextManager[Any]],
         check: CutCheck,
+        bookmark_logs: Callable[[], Callable[[], None]],
     ) -> None:
         """Builds the runner of the stages; runs nothing yet.
 
@@ -93,7 +94,9 @@ class PipelineSteps:
             wire_dtype: dtype of the hidden state between stages.
             step_context: makes the context (autocast) around a step.
             check: compares the stages with the whole model in the first training batch.
+            bookmark_logs: gives what forgets the calls of `self.log` made since, of a run that does not count.
         """
+        self._bookmark_logs = bookmark_logs
         self._check = check
         self._root, self._gate, self._blocks, self._cut = root, gate, blocks, cut
         self._mesh, self._device = mesh, device
@@ -209,14 +212,19 @@ class PipelineSteps:
         """Runs a stage; while the cut is checked, once more where NaN in place of stand-ins shows."""
         if stage == 0 or not (self._training and self._check.is_due):
             return self._run_step(run, stage, hidden, microbatch, None)
+        forget_logs = self._bookmark_logs()
         try:
             found = self._run_step(run, stage, hidden, microbatch, poison)
         except Exception:  # the step may look at what stands in, and be right not to like NaN
+            forget_logs()
             return self._run_step(run, stage, hidden, microbatch, None)
-        if _is_finite(found[0]) or not _is_finite(hidden):
+        # A microbatch may have a reason of its own, such as no labels. Ranks beside this one have other microbatches.
+        is_suspect = _is_finite(hidden) and not _is_finite(found[0])
+        if not any_beside(is_suspect, self._mesh, self._device):
             return found
+        forget_logs()
         clean = self._run_step(run, stage, hidden, microbatch, None)
-        if _is_finite(clean[0]):
+        if is_suspect and _is_finite(clean[0]):
             self._check.add_leak(stage, self._cut.stages[stage])
         return clean
 
@@ -229,21 +237,25 @@ class PipelineSteps:
         stand_in: Callable[[Tensor], Tensor] | None,
     ) -> tuple[Any, Any]:
         """What the step gave at the end of the stage, and the output of its last block."""
-        blocks, is_last = self._cut.stages[stage], stage == len(self._cut.stages) - 1
-        seed = run.seed + microbatch
+        blocks, seed = self._cut.stages[stage], run.seed + microbatch
+        is_stopped = stage < len(self._cut.stages) - 1 or not self._training
         traversal = StageRun(
             self._gate,
             blocks.start,
             blocks.stop,
             hidden if stage > 0 else None,
-            exit_at_stop=not is_last or not self._training,
+            exit_at_stop=is_stopped,
             template=run.template,
             on_start=lambda: enter_stage(seed, stage, self._device),
             stand_in=stand_in,
         )
         arguments = (run.microbatches[microbatch], *run.rest)
+        forget_logs = self._bookmark_logs()
         with step_random_state(seed, self._device), self._step_context():
-            return self._root(self._follow, traversal, run.step, arguments), traversal.last_output
+            output = self._root(self._follow, traversal, run.step, arguments)
+        if is_stopped:  # what a step logs before it calls the model, the run to its end logs
+            forget_logs()
+        return output, traversal.last_output
 
     def _check_gradient(self, stage: int, hidden: Tensor) -> None:
         if not self._training or hidden.requires_grad:
@@ -307,8 +319,10 @@ class PipelineSteps:
         for twin, block in zip(self._cut.twins, self._blocks.modules, strict=True):
             twin.train(block.training)
         probe = ProbeRun(self._cut.twins)
+        forget_logs = self._bookmark_logs()
         with torch.no_grad(), step_random_state(seed, self._device), self._step_context():
             self._root(self._follow, probe, step, arguments)
+        forget_logs()
         if len(set(probe.hidden_shapes)) > 1:
             shapes = ", ".join(str(tuple(shape)) for shape in dict.fromkeys(probe.hidden_shapes))
             raise ModelError(

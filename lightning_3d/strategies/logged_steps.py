@@ -2,7 +2,7 @@
 """`self.log` and torchmetrics where only one pipeline stage sees the values."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,15 @@ class LoggedSteps:
         self._calls = []
         with replaced_log(self._module, self._record):
             yield
+
+    def bookmark(self) -> Callable[[], None]:
+        """Gives what forgets the calls recorded since, of a run of the step that does not count."""
+        count = len(self._calls)
+
+        def forget() -> None:
+            del self._calls[count:]
+
+        return forget
 
     def _record(self, *args: Any, **kwargs: Any) -> None:
         arguments = dict(self._signature.bind(self._module, *args, **kwargs).arguments)

@@ -290,6 +290,7 @@ class ThreeDStrategy(SteppingStrategy):
             assert self._parallel.gate is not None
             assert self._parallel.blocks is not None
             assert self._parallel.check is not None
+            self._logs = LoggedSteps(module, mesh, device)
             self._pipeline = PipelineSteps(
                 root=self._parallel.root,
                 gate=self._parallel.gate,
@@ -300,8 +301,8 @@ class ThreeDStrategy(SteppingStrategy):
                 wire_dtype=self._wire_dtype(module),
                 step_context=self.precision_plugin.forward_context,
                 check=self._parallel.check,
+                bookmark_logs=self._logs.bookmark,
             )
-            self._logs = LoggedSteps(module, mesh, device)
         if self.is_global_zero:
             print_plan(self.plan, self._parallel)
 

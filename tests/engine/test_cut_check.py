@@ -13,6 +13,7 @@ from tests.engine.runs import (
     PP2,
     PP2_DP2,
     PP2_INTERLEAVED,
+    Module,
     Regression,
     Run,
     check,
@@ -21,6 +22,7 @@ from tests.engine.runs import (
     name_of,
     seeded,
     token_batches,
+    token_loss,
     vector_batches,
     world_of,
 )
@@ -301,6 +303,45 @@ RIGHT = {
 @pytest.mark.parametrize("layout", [PP2, PP2_INTERLEAVED, PP2_DP2], ids=name_of)
 def test_what_stages_can_follow_trains(layout):
     check(layout, RIGHT)
+
+
+class Counted(Module):
+    """Logs how often its step ran."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("calls", 1.0, reduce_fx="sum")
+        loss = token_loss(self.model(batch["ids"]), batch["labels"])
+        return {"loss": loss, "num_tokens": (batch["labels"] != -100).sum()}
+
+
+class CountedDislike(Regression):
+    def training_step(self, batch, batch_idx):
+        self.log("calls", 1.0, reduce_fx="sum")
+        return super().training_step(batch, batch_idx)
+
+
+def first_samples_without_labels():
+    """The mean over the first microbatch of the first replica is no number; that of other replicas is."""
+    (batch,) = token_batches(1)
+    batch["labels"][:2] = -100
+    return [batch]
+
+
+@pytest.mark.parametrize("layout", [PP2_DP2, {**PP2, "tp": 2}], ids=name_of)
+def test_ranks_run_a_step_again_together_and_log_it_once(layout):
+    """A step on NaN tells nothing where the loss is NaN anyway; one rank that runs it again alone waits for ever."""
+    runs = {
+        "no labels": Run(
+            module=lambda: lm(cls=Counted),
+            batches=first_samples_without_labels(),
+            compare=("gradients", "parameters"),
+        ),
+        "looks for NaN": Run(module=lambda: CountedDislike(seeded(DislikesNaN)), batches=vector_batches(1)),
+    }
+    if "tp" in layout:
+        del runs["looks for NaN"]  # it has no layer to split
+    for name, records in check(layout, runs).items():
+        assert [record.metrics["calls"] for record in records] == [4.0] * len(records), name
 
 
 @pytest.mark.parametrize("layout", [PP2, PP2_DP2, {**PP2, "tp": 2}], ids=name_of)

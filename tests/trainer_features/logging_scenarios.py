@@ -31,9 +31,10 @@ class Logs(Module):
         self.mean = MeanMetric()
 
     def training_step(self, batch, batch_idx):
+        number = batch["number"].float()
+        self.log("early", number.sum(), reduce_fx="sum", on_step=False, on_epoch=True, sync_dist=True)
         logits = self.model(batch["ids"])
         loss = self.loss_from(logits, batch)
-        number = batch["number"].float()
         self.log("step_and_epoch", loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
         self.log("epoch", loss, on_step=False, on_epoch=True, sync_dist=True)
         self.log("largest", number.max(), reduce_fx="max", on_step=False, on_epoch=True, sync_dist=True)
@@ -56,6 +57,7 @@ class Logs(Module):
         self.log("in a hook", float(self.trainer.current_epoch) + 5)
 
     def validation_step(self, batch, batch_idx):
+        self.log("early val", batch["number"].float().sum(), reduce_fx="sum", sync_dist=True)
         logits = self.model(batch["ids"])
         predicted, labels = logits.argmax(-1).flatten(), batch["labels"].flatten()
         self.accuracy.update(predicted, labels)
