@@ -129,16 +129,15 @@ class ComputeModel:
         if experts is None:
             return 0.0
         tokens = self._tokens(layout) / layout.tp * layout.expert_tp
-        rows = tokens * experts.experts_per_token * self._efficiency.expert_imbalance
         local = experts.num_experts / layout.ep
-        per_expert = rows / local
+        per_expert = tokens * experts.experts_per_token / local
         width = experts.intermediate_size / layout.expert_tp
         into = (mlp_matrices(self.shape) - 1) * width
         hidden = self.shape.hidden_size
         one = self.product_s(per_expert, hidden, into, self._rate) + self.product_s(
             per_expert, width, hidden, self._rate
         )
-        return local * one
+        return local * one / self._efficiency.grouped_matmul
 
     def _attention_s(self, layout: Layout) -> tuple[float, float]:
         """Forward and backward of scores and their sum over values, without projections."""

@@ -257,6 +257,9 @@ class Workload:
 
     overlap: bool = True
     """Whether gathers and reductions of data parallelism run beside computing."""
+    expert_overlap: bool = False
+    """Whether, under the interleaved schedule, exchanges of experts run beside the compute of another microbatch:
+    Megatron Core's combined 1F1B (`--overlap-moe-expert-parallel-comm`), which needs virtual stages."""
 
     def __post_init__(self) -> None:
         if self.seq_len < 1 or (self.global_batch > 0) == (self.batch_per_replica > 0):

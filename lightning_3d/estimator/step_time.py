@@ -31,7 +31,7 @@ class StepTimeEstimate:
     context_s: float
     """Keys and values of context parallelism beyond what attention hides."""
     expert_s: float
-    """Exchanges of expert parallelism."""
+    """Exchanges of expert parallelism that computing does not hide."""
     pipeline_s: float
     """Transfers between stages that computing does not hide."""
     bubble_s: float
@@ -253,6 +253,9 @@ class StepTimeModel:
             context = max(0.0, ring - hidden_under)
         top_k = self.shape.experts.experts_per_token if self.shape.experts is not None else 1
         expert = moved.expert_exchanges * network.exchange_s(moved.expert_bytes, groups["ep"], top_k)
+        if self.workload.expert_overlap and layout.schedule == "interleaved":
+            hidden_under = self._efficiency.expert_overlap * (block.forward + block.backward)
+            expert = max(0.0, expert - hidden_under)
         return tensor, context, expert
 
     def _pipeline_s(

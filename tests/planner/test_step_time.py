@@ -74,6 +74,36 @@ def test_a_group_is_bound_by_its_slowest_link():
     assert not nvl72.group(64, 1).crosses
 
 
+def test_exchanges_of_experts_hide_under_interleaved_microbatches_alone():
+    shape, cluster = load_shape("qwen3-235b-a22b"), load_cluster("32x8xH100@200")
+    work = Workload(seq_len=4096, global_batch=2048)
+    overlapping = replace(work, expert_overlap=True)
+    layout = Layout(pp=8, dp_shard=32, ep=32)
+    interleaved = replace(layout, schedule="interleaved", virtual_stages=4)
+
+    def seconds(workload: Workload, layout: Layout) -> dict[str, float]:
+        return StepTimeModel(shape, workload, cluster).estimate(layout).to_dict()
+
+    assert seconds(overlapping, layout) == seconds(work, layout)
+    exposed, hidden = seconds(work, interleaved), seconds(overlapping, interleaved)
+    difference = exposed["expert_s"] - hidden["expert_s"]
+    under_blocks = DEFAULT_EFFICIENCY.expert_overlap * exposed["compute_s"]  # and under the head: the 5 %
+    assert difference == pytest.approx(under_blocks, rel=0.05)
+    assert hidden["compute_s"] == exposed["compute_s"]
+
+
+def test_grouped_products_of_experts_are_slower_than_one_product_of_their_size():
+    shape, cluster = load_shape("gpt-oss-120b"), load_cluster("8x8xH100")
+    work = Workload(seq_len=4096, global_batch=512)
+    layout = Layout(dp_shard=64, ep=64, microbatch_size=4)
+    equal = replace(DEFAULT_EFFICIENCY, grouped_matmul=1.0)
+    grouped, single = (
+        StepTimeModel(shape, work, cluster, efficiency).estimate(layout).compute_s
+        for efficiency in (DEFAULT_EFFICIENCY, equal)
+    )
+    assert 1.0 < grouped / single < 1 / DEFAULT_EFFICIENCY.grouped_matmul
+
+
 def test_traffic_of_the_zero_stages():
     """Volumes of the ZeRO paper, section 7: 2 P for stages 1 and 2, 3 P for stage 3, without reshard 2 P."""
     work = replace(WORK, global_batch=8)

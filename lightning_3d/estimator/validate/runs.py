@@ -257,6 +257,7 @@ def _workload(row: Mapping[str, str], seq_len: int, batch: int) -> Workload:
         fused=not eager,
         logits_bytes=_logits_bytes(source, row.get("sharding", ""), precision),
         overlap=not first,
+        expert_overlap=not first,  # no table says; of Megatron-Bridge's recipes most do where exchanges are long
     )
 
 
