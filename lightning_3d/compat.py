@@ -200,6 +200,11 @@ def extension_folder(name: str) -> Path:
 TorchAction = torch_schedules._Action
 TorchActionKind = torch_schedules._ComputationType
 TorchScheduleRuntime = torch_schedules._PipelineScheduleRuntime
+_NO_OUTPUTS: dict[str, Any] = (  # an option of newer releases
+    {"return_outputs": False}
+    if "return_outputs" in signature(TorchScheduleRuntime._step_microbatches).parameters
+    else {}
+)
 
 
 def lower_table(
@@ -227,11 +232,7 @@ def run_microbatches(
     for stage in runtime._stages:
         stage.has_backward = runtime._has_backward
     targets = [None] * len(arguments)
-    step = runtime._step_microbatches
-    options: dict[str, Any] = (
-        {"return_outputs": False} if "return_outputs" in signature(step).parameters else {}
-    )
-    step(arguments, None, targets, losses, **options)
+    runtime._step_microbatches(arguments, None, targets, losses, **_NO_OUTPUTS)
 
 
 def receive_slots(infos: Any) -> list[Any]:
