@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_3d.errors import BatchError
 from lightning_3d.mesh import ParallelMesh
-from lightning_3d.plan import AXES
 
 
 def agree(size: int, flag: bool, device: torch.device) -> tuple[int, bool]:
@@ -32,18 +31,6 @@ def agree(size: int, flag: bool, device: torch.device) -> tuple[int, bool]:
     sizes = [torch.empty((), dtype=torch.long, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor(size, device=device))
     return gcd(*(int(each) for each in sizes)), bool(any_flag)
-
-
-def any_beside(flag: bool, mesh: ParallelMesh, device: torch.device) -> bool:
-    """Whether any rank with the stages of this rank raises a flag; collective over every axis but pp.
-
-    These ranks gather weights and exchange activations together: what one of them runs, all must run.
-    """
-    seen = torch.tensor(int(flag), device=device)
-    for axis in AXES:
-        if axis != "pp" and mesh.size(axis) > 1:
-            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=mesh.group(axis))
-    return bool(seen.item())
 
 
 def check_same_batch(tensors: list[Tensor], mesh: ParallelMesh, device: torch.device) -> None:

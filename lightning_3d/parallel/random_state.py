@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random numbers that do not depend on who computes what: one stream for each batch, replica and microbatch."""
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy
 import torch
 
 _STEP_STRIDE = 1_000_003  # primes: streams of neighbouring steps and replicas do not meet
@@ -17,7 +19,7 @@ def seed_for(base_seed: int, step: int, replica: int) -> int:
 
 
 def enter_stage(seed: int, stage: int, device: torch.device) -> None:
-    """Seeds torch where a stage's own blocks begin, inside `step_random_state`.
+    """Seeds anew where a stage's own blocks begin, inside `step_random_state`.
 
     What runs before the blocks draws the same numbers on all stages; the blocks of two stages must not, or their
     dropout masks would be the same.
@@ -33,19 +35,30 @@ def enter_stage(seed: int, stage: int, device: torch.device) -> None:
 
 @contextmanager
 def step_random_state(seed: int, device: torch.device) -> Iterator[None]:
-    """Seeds torch inside the context and restores its state after, so that user code outside sees no difference."""
+    """Seeds torch, Python and NumPy inside the context and restores their states behind it.
+
+    The ranks of a replica run different parts of a step, some of them several times. What it draws is the same on all
+    of them, and what is drawn between steps (augmentation, the order of a custom sampler) stays the same too.
+    """
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        _seed(seed, device)
-        yield
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            _seed(seed, device)
+            yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
 
 
 def _seed(seed: int, device: torch.device) -> None:
-    """Seeds the host's generator and the device's.
+    """Seeds the generators of Python, NumPy, the host and the device.
 
     `torch.manual_seed` seeds every backend, and where CUDA has not begun it writes the whole stack down for later:
     milliseconds for each microbatch.
     """
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)

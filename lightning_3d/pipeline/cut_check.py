@@ -6,8 +6,8 @@ Only the hidden state crosses from stage to stage. A model that hands on somethi
 blocks, an attribute or a buffer that one block writes and another reads) would train on stand-ins, and nobody would
 notice. The first training batch finds it, by two questions that do not depend on the model's kind:
 
-- *Does a stage compute with a stand-in?* In this batch stand-ins are NaN instead of zeros. A stage that was given a
-  finite hidden state and gives NaN, and gives none with zeros, used one. This costs nothing, at any size.
+- *Does a stage compute with a stand-in?* In this batch each stage runs forward once more, with NaN instead of zeros in
+  place of stand-ins. If it gives NaN only then, it used one. This takes no memory to speak of, at any size.
 - *Is the loss that of the whole model?* The ranks of the last stage keep a copy of a model of up to `LIMIT_BYTES`, made
   before the cut, run the first microbatch through it, and compare.
 
@@ -17,12 +17,10 @@ when it runs on the copy.
 """
 
 import copy
-import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -31,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.errors import ModelError
 from lightning_3d.mesh import ParallelMesh
 from lightning_3d.parallel.random_state import enter_stage, step_random_state
+from lightning_3d.pipeline.microbatch import copy_of_batch
 
 LIMIT_BYTES = 256 * 2**20
 """A whole model above this is not kept beside its stages."""
@@ -120,7 +119,7 @@ class CutCheck:
         def run(run_seed: int) -> Tensor:
             self._seed = run_seed
             with torch.no_grad(), step_random_state(run_seed, device), context():
-                return loss_of(getattr(whole, step_name)(*arguments)).detach().double()
+                return loss_of(getattr(whole, step_name)(*copy_of_batch(arguments))).detach().double()
 
         self._expected = expected = _runs_alike(run, seed, other_seeds=self._mesh.tp_mesh is not None)
         if expected is None or not torch.isfinite(expected):
@@ -174,8 +173,10 @@ def _copy_of(module: nn.Module) -> nn.Module | None:
 
 def _follow(whole: nn.Module, module: nn.Module) -> None:
     """Gives the copy the modes of the module, and plain values that hooks have set since."""
+    parts = dict(whole.named_modules())
     for name, child in module.named_modules():
-        whole.get_submodule(name).training = child.training
+        if name in parts:  # hooks may have added some
+            parts[name].training = child.training
     for name, value in module.__dict__.items():
         if isinstance(value, bool | int | float | str | None):
             whole.__dict__[name] = value
@@ -184,20 +185,14 @@ def _follow(whole: nn.Module, module: nn.Module) -> None:
 def _runs_alike(run: Callable[[int], Tensor], seed: int, *, other_seeds: bool) -> Tensor | None:
     """The whole model's loss; None if it is another each time, so that no other process could have the same.
 
-    Python's and NumPy's random numbers go on between the two runs, and are put back behind them.
+    A step draws from seeded generators, so that only those of its own differ.
     """
-    states = random.getstate(), numpy.random.get_state()
     try:
         first = run(seed)
-        random.random()
-        numpy.random.random()
         again = run(seed + 1 if other_seeds else seed)  # under tp, ranks draw for their parts of a tensor
         return first if torch.allclose(first, again, rtol=1e-6, atol=0) else None
     except Exception:  # the copy lacks what a hook gave the module, say
         return None
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
 
 
 @torch.no_grad()

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from lightning_3d.errors import BatchError
 
-Slicer = Callable[[Any], Any]
-
 
 def batch_size_of(batch: Any) -> int:
     """Samples in a batch: the leading size that most of its tensors share (the first one's in a tie).
@@ -76,20 +74,38 @@ def signature_of(batch: Any) -> tuple[tuple[torch.Size, torch.dtype], ...]:
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(batch))
 
 
-def _slice(value: Any, start: int, stop: int, size: int) -> Any:
-    if isinstance(value, Tensor):
-        return value[start:stop] if value.ndim and value.shape[0] == size else value
-    if isinstance(value, Mapping) or (hasattr(value, "items") and hasattr(value, "keys")):
-        return _rebuild_mapping(value, {key: _slice(item, start, stop, size) for key, item in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_slice(item, start, stop, size) for item in value))
-    if isinstance(value, tuple | list):
-        if len(value) == size and not any(_has_batch(item, size) for item in value):
+def copy_of_batch(batch: Any) -> Any:
+    """A batch with containers and tensors of its own, for a step that may change its batch in place."""
+    return _rebuilt(batch, lambda value: value.clone() if isinstance(value, Tensor) else None)
+
+
+def _slice(batch: Any, start: int, stop: int, size: int) -> Any:
+    def part_of(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value[start:stop] if value.ndim and value.shape[0] == size else value
+        is_sequence = isinstance(value, tuple | list) and not hasattr(value, "_fields")
+        if is_sequence and len(value) == size and not any(_has_batch(item, size) for item in value):
             return type(value)(value[start:stop])  # one entry a sample: names, captions, ragged tensors
-        return type(value)(_slice(item, start, stop, size) for item in value)
+        return None
+
+    return _rebuilt(batch, part_of)
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nesting of containers with what `change` makes of its parts, or of their items where that is None."""
+    changed = change(value)
+    if changed is not None:
+        return changed
+    if isinstance(value, Mapping) or (hasattr(value, "items") and hasattr(value, "keys")):
+        return _rebuild_mapping(value, {key: _rebuilt(item, change) for key, item in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_rebuilt(item, change) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(_rebuilt(item, change) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        sliced = {f.name: _slice(getattr(value, f.name), start, stop, size) for f in fields(value) if f.init}
-        return replace(value, **sliced)
+        return replace(
+            value, **{f.name: _rebuilt(getattr(value, f.name), change) for f in fields(value) if f.init}
+        )
     return value
 
 

@@ -2,7 +2,7 @@
 """Running a user's steps over pipeline stages: split, agree, schedule, collect. See [Note: the step is the stage]."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,15 +11,16 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import ModelError, StepError
 from lightning_3d.mesh import ParallelMesh
-from lightning_3d.parallel.agreement import agree, any_beside
+from lightning_3d.parallel.agreement import agree
 from lightning_3d.parallel.blocks import Blocks
 from lightning_3d.parallel.gate import BlockGate, BlockRun, MergeRun, ProbeRun, StageExit, StageRun
 from lightning_3d.parallel.random_state import enter_stage, step_random_state
 from lightning_3d.parallel.stand_ins import poison
 from lightning_3d.pipeline.cut import Cut
 from lightning_3d.pipeline.cut_check import CutCheck
-from lightning_3d.pipeline.microbatch import batch_size_of, signature_of, split_batch
+from lightning_3d.pipeline.microbatch import batch_size_of, copy_of_batch, signature_of, split_batch
 from lightning_3d.pipeline.runtime import PipelineRunner
+from lightning_3d.profiling.failure_place import is_out_of_memory
 from lightning_3d.schedules import Schedule, schedule_for_batch
 
 Step = Callable[..., Any]
@@ -80,7 +81,7 @@ class PipelineSteps:
         wire_dtype: torch.dtype,
         step_context: Callable[[], AbstractContextManager[Any]],
         check: CutCheck,
-        bookmark_logs: Callable[[], Callable[[], None]],
+        aside: Callable[[bool], AbstractContextManager[Any]],
     ) -> None:
         """Builds the runner of the stages; runs nothing yet.
 
@@ -94,9 +95,10 @@ class PipelineSteps:
             wire_dtype: dtype of the hidden state between stages.
             step_context: makes the context (autocast) around a step.
             check: compares the stages with the whole model in the first training batch.
-            bookmark_logs: gives what forgets the calls of `self.log` made since, of a run that does not count.
+            aside: makes the context around a run of the step that does not count: it forgets what is logged, and puts
+                metrics back; buffers too if its argument is true.
         """
-        self._bookmark_logs = bookmark_logs
+        self._aside = aside
         self._check = check
         self._root, self._gate, self._blocks, self._cut = root, gate, blocks, cut
         self._mesh, self._device = mesh, device
@@ -190,7 +192,7 @@ class PipelineSteps:
             return None
         merge = MergeRun(self._gate.num_blocks, torch.cat(run.hidden), run.last_output)
         with step_random_state(seed, self._device), self._step_context():
-            return self._root(self._follow, merge, step, (batch, *rest))
+            return self._root(self._follow, merge, step, (copy_of_batch(batch), *rest))
 
     def run_stage(self, stage: int, hidden: Tensor, microbatch: int) -> Tensor:
         """Runs one stage on one microbatch; called by the executor."""
@@ -209,24 +211,27 @@ class PipelineSteps:
         return self._collect_loss(run, output)
 
     def _follow_stage(self, run: _Batch, stage: int, hidden: Tensor, microbatch: int) -> tuple[Any, Any]:
-        """Runs a stage; while the cut is checked, once more where NaN in place of stand-ins shows."""
-        if stage == 0 or not (self._training and self._check.is_due):
-            return self._run_step(run, stage, hidden, microbatch, None)
-        forget_logs = self._bookmark_logs()
+        """Runs a stage; while the cut is checked, once more beside, to see whether NaN in place of stand-ins shows."""
+        found = self._run_step(run, stage, hidden, microbatch, None)
+        if stage > 0 and self._training and self._check.is_due:
+            output = self._output_on_nan(run, stage, hidden, microbatch)
+            if _is_finite(hidden) and _is_finite(found[0]) and not _is_finite(output):
+                self._check.add_leak(stage, self._cut.stages[stage])
+        return found
+
+    def _output_on_nan(self, run: _Batch, stage: int, hidden: Tensor, microbatch: int) -> Any:
+        """What a stage gives with NaN in place of stand-ins; None where the step refuses NaN.
+
+        All ranks of the stage run this, whatever their microbatches: they gather weights together.
+        """
+        received = hidden.detach().clone()  # the step may write into it
         try:
-            found = self._run_step(run, stage, hidden, microbatch, poison)
-        except Exception:  # the step may look at what stands in, and be right not to like NaN
-            forget_logs()
-            return self._run_step(run, stage, hidden, microbatch, None)
-        # A microbatch may have a reason of its own, such as no labels. Ranks beside this one have other microbatches.
-        is_suspect = _is_finite(hidden) and not _is_finite(found[0])
-        if not any_beside(is_suspect, self._mesh, self._device):
-            return found
-        forget_logs()
-        clean = self._run_step(run, stage, hidden, microbatch, None)
-        if is_suspect and _is_finite(clean[0]):
-            self._check.add_leak(stage, self._cut.stages[stage])
-        return clean
+            with torch.no_grad(), self._aside(True):
+                return self._run_step(run, stage, received, microbatch, poison)[0]
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return None
 
     def _run_step(
         self,
@@ -249,13 +254,11 @@ class PipelineSteps:
             on_start=lambda: enter_stage(seed, stage, self._device),
             stand_in=stand_in,
         )
-        arguments = (run.microbatches[microbatch], *run.rest)
-        forget_logs = self._bookmark_logs()
-        with step_random_state(seed, self._device), self._step_context():
-            output = self._root(self._follow, traversal, run.step, arguments)
-        if is_stopped:  # what a step logs before it calls the model, the run to its end logs
-            forget_logs()
-        return output, traversal.last_output
+        arguments = (copy_of_batch(run.microbatches[microbatch]), *run.rest)
+        # What a step logs before it calls the model, the run to its end logs.
+        aside = self._aside(False) if is_stopped else nullcontext()
+        with aside, step_random_state(seed, self._device), self._step_context():
+            return self._root(self._follow, traversal, run.step, arguments), traversal.last_output
 
     def _check_gradient(self, stage: int, hidden: Tensor) -> None:
         if not self._training or hidden.requires_grad:
@@ -319,10 +322,8 @@ class PipelineSteps:
         for twin, block in zip(self._cut.twins, self._blocks.modules, strict=True):
             twin.train(block.training)
         probe = ProbeRun(self._cut.twins)
-        forget_logs = self._bookmark_logs()
-        with torch.no_grad(), step_random_state(seed, self._device), self._step_context():
-            self._root(self._follow, probe, step, arguments)
-        forget_logs()
+        with self._aside(True), torch.no_grad(), step_random_state(seed, self._device), self._step_context():
+            self._root(self._follow, probe, step, copy_of_batch(arguments))
         if len(set(probe.hidden_shapes)) > 1:
             shapes = ", ".join(str(tuple(shape)) for shape in dict.fromkeys(probe.hidden_shapes))
             raise ModelError(

@@ -2,18 +2,18 @@
 """`self.log` and torchmetrics where only one pipeline stage sees the values."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_3d.compat_lightning import mark_metric_updated
+from lightning_3d.compat_lightning import mark_metric_updated, metric_state, restore_metric_state
 from lightning_3d.mesh import ParallelMesh
 from lightning_3d.pipeline.logs import LogCall, Publisher, merge_microbatches
 from lightning_3d.strategies.monitored import replaced_log
@@ -27,22 +27,37 @@ class LoggedSteps:
         self._publisher = Publisher(mesh, device)
         self._signature = inspect.signature(type(module).log)
         self._calls: list[LogCall] = []
+        self._metrics: list[Metric] = []
+        """Those that count, while steps run."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Records the calls of `self.log` inside the context instead of making them."""
         self._calls = []
+        if self._mesh.holds_loss:
+            self._metrics = [module for module in self._module.modules() if isinstance(module, Metric)]
         with replaced_log(self._module, self._record):
             yield
 
-    def bookmark(self) -> Callable[[], None]:
-        """Gives what forgets the calls recorded since, of a run of the step that does not count."""
+    @contextmanager
+    def aside(self, buffers: bool) -> Iterator[None]:
+        """Around a run of the step that does not count: forgets what it logs and puts metrics back.
+
+        Args:
+            buffers: whether to put the module's buffers back too.
+        """
         count = len(self._calls)
-
-        def forget() -> None:
+        metrics = [(metric, metric_state(metric)) for metric in self._metrics]
+        kept = list(_copies_of_buffers(self._module)) if buffers else []
+        try:
+            yield
+        finally:
             del self._calls[count:]
-
-        return forget
+            for metric, state in metrics:
+                restore_metric_state(metric, state)
+            for owner, name, buffer, values in kept:
+                owner[name] = buffer
+                buffer.data.copy_(values)  # behind the back of autograd, which may have saved it
 
     def _record(self, *args: Any, **kwargs: Any) -> None:
         arguments = dict(self._signature.bind(self._module, *args, **kwargs).arguments)
@@ -81,6 +96,14 @@ class LoggedSteps:
         if not self._mesh.holds_loss:
             mark_metric_updated(metric, torch.tensor(value, device=self._device))
         self._module.log(name, metric, **options)
+
+
+def _copies_of_buffers(module: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor, Tensor]]:
+    """Where each buffer is kept, its name there, the buffer, and a copy of its values."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                yield part._buffers, name, buffer, buffer.detach().clone()
 
 
 def _number(value: Any) -> float | Tensor:

@@ -301,7 +301,7 @@ class ThreeDStrategy(SteppingStrategy):
                 wire_dtype=self._wire_dtype(module),
                 step_context=self.precision_plugin.forward_context,
                 check=self._parallel.check,
-                bookmark_logs=self._logs.bookmark,
+                aside=self._logs.aside,
             )
         if self.is_global_zero:
             print_plan(self.plan, self._parallel)

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from tests.engine.runs import (
     PP2,
@@ -14,14 +16,19 @@ from tests.engine.runs import (
     Module,
     Regression,
     Run,
+    be_quiet,
     check,
     lm,
+    make_trainer,
     mlp,
     name_of,
+    strategy_of,
     token_batches,
     token_loss,
     vector_batches,
+    world_of,
 )
+from tests.harness import run_ranks
 
 
 class MaskedBlock(nn.Module):
@@ -217,3 +224,33 @@ def test_replicas_with_lengths_of_their_own():
         compare=compare,
     )
     check(PP2_DP2, {"lengths by replica": run})
+
+
+class Changing(Regression):
+    """Its steps change their batches."""
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return {key: value.clone() for key, value in batch.items()}
+
+    def training_step(self, batch, batch_idx):
+        y = batch.pop("y").add_(1)
+        return F.mse_loss(self.model(batch["x"].mul_(0.5)), y)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.training_step(batch, batch_idx))
+
+
+@pytest.mark.parametrize("layout", [PP2, PP2_INTERLEAVED], ids=name_of)
+def test_a_step_may_change_its_batch(layout):
+    records = check(layout, {"changing": Run(module=lambda: mlp(cls=Changing), batches=vector_batches())})
+    alone = seeded_validation(None)
+    assert alone == pytest.approx(run_ranks(2, seeded_validation, layout, init=False)[0])
+    assert len(records["changing"]) == 2
+
+
+def seeded_validation(layout):
+    """What an untrained module's validation logs."""
+    be_quiet()
+    strategy = "auto" if layout is None else strategy_of(layout)
+    trainer = make_trainer(strategy, world_of(layout or {}))
+    return trainer.validate(mlp(cls=Changing), DataLoader(vector_batches(2), None), verbose=False)[0]["val"]

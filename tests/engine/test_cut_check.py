@@ -4,8 +4,10 @@
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torchmetrics import MeanMetric, SumMetric
 
 from lightning_3d.errors import ModelError
 from lightning_3d.pipeline import cut_check
@@ -13,21 +15,25 @@ from tests.engine.runs import (
     PP2,
     PP2_DP2,
     PP2_INTERLEAVED,
+    Batches,
     Module,
     Regression,
     Run,
+    be_quiet,
     check,
     fit,
     lm,
+    make_trainer,
     name_of,
     seeded,
+    strategy_of,
     token_batches,
     token_loss,
     vector_batches,
     world_of,
 )
 from tests.engine.test_errors import failure_of
-from tests.harness import run_ranks
+from tests.harness import RanksError, run_ranks
 
 
 class Net(nn.Module):
@@ -267,6 +273,13 @@ class Mixup(Regression):
         return F.mse_loss(self.model(x), batch["y"])
 
 
+class Adds(Regression):
+    """Gets a module when training begins."""
+
+    def on_train_start(self):
+        self.mean = MeanMetric()
+
+
 class Loads(Regression):
     """Takes other weights when training begins."""
 
@@ -294,6 +307,7 @@ RIGHT = {
     "norms": trained(norm_net),
     "a step that looks for NaN": trained(DislikesNaN),
     "weights that a hook changes": trained(Net, Loads),
+    "a module that a hook adds": trained(Net, Adds),
     "numbers of numpy": trained(Net, Mixup, compare=()),
     "dropout": trained(dropout_net, compare=()),
 }
@@ -306,11 +320,18 @@ def test_what_stages_can_follow_trains(layout):
 
 
 class Counted(Module):
-    """Logs how often its step ran."""
+    """Counts how often its step ran, before the model and behind it."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.before, self.behind = SumMetric(), SumMetric()
 
     def training_step(self, batch, batch_idx):
         self.log("calls", 1.0, reduce_fx="sum")
+        self.before.update(1.0)
         loss = token_loss(self.model(batch["ids"]), batch["labels"])
+        self.behind.update(1.0)
+        self.log_dict({"before": self.before, "behind": self.behind}, on_step=False, on_epoch=True)
         return {"loss": loss, "num_tokens": (batch["labels"] != -100).sum()}
 
 
@@ -342,6 +363,60 @@ def test_ranks_run_a_step_again_together_and_log_it_once(layout):
         del runs["looks for NaN"]  # it has no layer to split
     for name, records in check(layout, runs).items():
         assert [record.metrics["calls"] for record in records] == [4.0] * len(records), name
+        if name == "no labels":
+            expected = 4.0 * layout.get("dp_shard", 1)
+            assert all(record.metrics[key] == expected for record in records for key in ("before", "behind"))
+
+
+class NormFirst(Net):
+    """A batch norm before the blocks, and one in each of them."""
+
+    def __init__(self):
+        super().__init__(lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)))
+        self.first = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
+
+
+def test_statistics_see_every_microbatch_once():
+    def body():
+        module = Regression(seeded(NormFirst))
+        trainer = make_trainer(strategy_of(PP2), 2)
+        trainer.fit(module, Batches(vector_batches(1)))
+        owned = (
+            (module.model.layers[:2], module.model.first)
+            if dist.get_rank() == 1
+            else (module.model.layers[2:],)
+        )
+        return [
+            int(norm.num_batches_tracked)
+            for part in owned
+            for norm in part.modules()
+            if isinstance(norm, nn.BatchNorm1d)
+        ]
+
+    assert run_ranks(2, body, init=False) == [[4, 4], [4, 4, 4]]
+
+
+class FailsOnOneReplica(Regression):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("out of memory: a device of this size")
+        return loss
+
+
+def test_an_error_of_one_rank_in_the_first_batch_is_told_to_all():
+    def body():
+        be_quiet()
+        trainer = make_trainer(strategy_of(PP2_DP2), 4)
+        trainer.fit(FailsOnOneReplica(seeded(Net)), Batches(vector_batches(1)))
+
+    with pytest.raises(RanksError) as caught:
+        run_ranks(4, body, init=False, timeout_s=40)
+    failures = caught.value.failures
+    assert len(failures) == 4
+    for failure in failures.values():
+        assert failure.type_name != "timeout"
+        assert "out of memory: a device of this size" in failure.message + failure.output
 
 
 @pytest.mark.parametrize("layout", [PP2, PP2_DP2, {**PP2, "tp": 2}], ids=name_of)

@@ -2,10 +2,13 @@
 """Random numbers: dropout masks are of one layer, one sample and one step, whoever computes them."""
 
 import itertools
+import random
 
+import numpy
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from tests.engine.runs import (
     DP2,
@@ -19,6 +22,7 @@ from tests.engine.runs import (
     lm,
     make_trainer,
     name_of,
+    seeded,
     strategy_of,
     token_batches,
     world_of,
@@ -36,7 +40,8 @@ class Dropped(nn.Module):
 
     def forward(self, x):
         mask = nn.functional.dropout(torch.ones_like(x), 0.5, self.training)
-        self.masks.append(mask.detach())
+        if torch.is_grad_enabled():  # the first batch runs once more beside training
+            self.masks.append(mask.detach())
         return x * self.scale * (0.5 + mask)
 
 
@@ -89,3 +94,46 @@ def test_dropout_under_tensor_parallelism_trains_alike_on_all_ranks(layout):
         assert all(3 < loss < 9 for loss in losses)
         assert by_replica.setdefault(replica, losses) == pytest.approx(losses, rel=1e-6)
     assert len({tuple(losses) for losses in by_replica.values()}) == layout.get("dp_shard", 1)
+
+
+class Draws(Regression):
+    """Draws before the model and behind it, and keeps what its batches were."""
+
+    def __init__(self):
+        super().__init__()
+        self.sums = []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.sums.append(float(batch["x"].sum()))
+
+    def training_step(self, batch, batch_idx):
+        share = random.random() + numpy.random.rand()
+        loss = nn.functional.mse_loss(self.model(share * batch["x"]), batch["y"])
+        return loss * (random.random() + numpy.random.rand())
+
+    def validation_step(self, batch, batch_idx):
+        return self.training_step(batch, batch_idx)
+
+
+class Augmented(Dataset):
+    """Draws its samples in the main process."""
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return {"x": torch.full((16,), random.random()), "y": torch.full((16,), float(numpy.random.rand()))}
+
+
+@pytest.mark.parametrize("layout", [PP2, PP2_INTERLEAVED], ids=name_of)
+def test_what_steps_draw_leaves_data_alike_in_a_replica(layout):
+    def body():
+        be_quiet()
+        module = seeded(Draws)
+        trainer = make_trainer(strategy_of(layout), world_of(layout), val_check_interval=2)
+        trainer.fit(module, DataLoader(Augmented(), 4), DataLoader(Augmented(), 4))
+        return module.sums
+
+    one, other = run_ranks(2, body, init=False)
+    assert len(set(one)) == 8
+    assert one == other
