@@ -30,6 +30,7 @@ from lightning_3d.compat import run_exit_functions
 from lightning_3d.errors import CheckpointError
 from lightning_3d.parallel.trail import Trail
 from lightning_3d.strategies.failure_hub import SAME_MODULES, FailureHub, Line, Message, keep_alive
+from lightning_3d.strategies.standing import Standing
 
 _GRACE_S = 2.0
 """How long a rank may raise its own error after another one has failed."""
@@ -90,7 +91,9 @@ class FailureWatch:
         self._line.send({"kind": "hello", **hello})
         self.stop_requested = 0
         self._watching = True
-        self._place = (0, "the start")
+        self._place, self._moved_at = (0, "the start"), time.monotonic()
+        self._trail: Trail | None = None
+        self._group: list[int] = []
         self._failure: str | None = None
         self._failed, self._all_left, self._moved = threading.Event(), threading.Event(), threading.Event()
         self._met = 0
@@ -98,12 +101,13 @@ class FailureWatch:
         self._deadline: threading.Timer | None = None
         self._elsewhere: Message | None = None
         threading.Thread(target=self._listen, name="lightning_3d failure watch", daemon=True).start()
+        threading.Thread(target=self._look, name="lightning_3d standing", daemon=True).start()
 
     # --- the main thread --------------------------------------------------------------------------------------------
 
     def enter(self, name: str) -> None:
         """Notes that this rank begins something that all ranks do; costs nothing."""
-        self._place = (self._place[0] + 1, name)
+        self._place, self._moved_at = (self._place[0] + 1, name), time.monotonic()
 
     def meet(self, name: str, limit_s: float = float("inf")) -> bool:
         """Waits for all ranks before something that hangs unless all of them do it.
@@ -156,16 +160,8 @@ class FailureWatch:
             self._unused = text
             self._line.send({"kind": "unused", "group": group[0], "of": len(group), "text": text})
 
-        def watch() -> None:
-            told = 0
-            while self._watching:
-                time.sleep(1.0)
-                if told < trail.count and time.monotonic() - trail.since > _STANDS_S:
-                    told = trail.count
-                    self._line.send({"kind": "trail", "group": group[0], "places": list(trail.places)})
-
         trail.on_unused = tell_unused
-        threading.Thread(target=watch, name="lightning_3d trail", daemon=True).start()
+        self._group, self._trail = group, trail
 
     def request_stop(self, kind: int) -> None:
         """Asks rank 0 for a stop of all ranks between two steps; called in a signal handler."""
@@ -202,7 +198,22 @@ class FailureWatch:
             self._deadline.cancel()
         self._line.close()
 
-    # --- the thread -------------------------------------------------------------------------------------------------
+    # --- the threads ------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Sends the trail of a rank that stands still, and says so if it does for long."""
+        standing = Standing(self._since, lambda text: _print(f"{self._name} {text}"))
+        told = 0
+        while self._watching:
+            time.sleep(1.0)
+            trail = self._trail
+            if trail is not None and told < trail.count and time.monotonic() - trail.since > _STANDS_S:
+                told = trail.count
+                self._line.send({"kind": "trail", "group": self._group[0], "places": list(trail.places)})
+            standing.look(trail.places[-1][1] if trail is not None and trail.places else self._place[1])
+
+    def _since(self) -> float:
+        return self._moved_at if self._trail is None else max(self._moved_at, self._trail.since)
 
     def _listen(self) -> None:
         while True:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_3d.strategies import standing
 from tests.engine.runs import (
     Batches,
     be_quiet,
@@ -244,3 +245,37 @@ def test_what_no_rank_uses_is_not_blamed_for_another_failure():
         text = f"{failure.message}{failure.output}{failure.details}"
         assert "something else" in text
         assert "no gradient for" not in text
+
+
+class Sleeps(pl.LightningModule):
+    """The rank of the last stage takes long over a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = MLP()
+
+    def training_step(self, batch, batch_idx):
+        loss = (self.model(batch["x"]) - batch["y"]).square().mean()
+        if batch_idx == 1 and self.global_rank == 0:
+            time.sleep(6)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2, "num_microbatches": 2}, DP2], ids=["pp2", "dp2"])
+def test_ranks_that_stand_still_say_where(layout, monkeypatch):
+    monkeypatch.setattr(standing, "FIRST_S", 2.0)
+
+    def body():
+        be_quiet()
+        make_trainer(strategy_of(layout), 2).fit(Sleeps(), Batches(vector_batches(3)))
+
+    slow, waiting = (said_by(output) for output in run_ranks(2, body, init=False).outputs)
+    assert any("it is in training_step" in line for line in slow), slow
+    assert any("distributed" in line and "in training_step" not in line for line in waiting), waiting
+
+
+def said_by(output):
+    return [line for line in output.splitlines() if "has not moved for" in line]
