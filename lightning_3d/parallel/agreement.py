@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks must agree on before they compute: how many samples, and that they are the same ones."""
+"""What ranks must agree on before they compute: how many samples, that they are the same ones, and any other value."""
 
+from collections.abc import Hashable, Sequence
 from math import gcd
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,37 @@ from torch import Tensor
 
 from lightning_3d.errors import BatchError
 from lightning_3d.mesh import ParallelMesh
+
+T = TypeVar("T", bound=Hashable)
+
+_MOST_RANKS = 8
+"""How many ranks a message names."""
+
+
+def by_value(value: T) -> dict[T, list[int]]:
+    """Which ranks hold which value, rank 0's first; collective over the world. One entry: all ranks agree.
+
+    Args:
+        value: of this rank; small, since every rank is sent every other's.
+    """
+    values: list[Any] = [value]
+    if dist.get_world_size() > 1:
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+    ranks: dict[T, list[int]] = {}
+    for rank, each in enumerate(values):
+        ranks.setdefault(each, []).append(rank)
+    return ranks
+
+
+def say_ranks(ranks: Sequence[int]) -> str:
+    """Ranks for a message.
+
+    >>> say_ranks([3]), say_ranks(range(1, 12))
+    ('rank 3', 'ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more')
+    """
+    rest = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MOST_RANKS]))}{rest}"
 
 
 def agree(size: int, flag: bool, device: torch.device) -> tuple[int, bool]:

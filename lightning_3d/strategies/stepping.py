@@ -97,8 +97,7 @@ class SteppingStrategy(CheckpointedStrategy):
         loss, tokens = self._logs.publish(
             [output.get("loss", 0.0), sum(outcome.num_tokens) if outcome.num_tokens else -1.0], split=True
         )
-        if tokens >= 0:
-            self._weighting.count([tokens])
+        self._weighting.count(tokens if tokens >= 0 else None)
         output["loss"] = torch.tensor(loss, dtype=torch.float32, device=self.root_device)
         call_hook(trainer, "on_before_backward", output["loss"])
         if window_ends:
@@ -187,10 +186,9 @@ class SteppingStrategy(CheckpointedStrategy):
 
     def _weigh(self, closure_loss: Tensor, accumulated: int) -> Tensor:
         """Undoes Lightning's division by the accumulated batches where tokens or sums set the weight."""
+        self._weighting.count(self._num_tokens)
         if self._num_tokens is None and self._loss_reduction == "mean":
             return closure_loss
-        if self._num_tokens is not None:
-            self._weighting.count([self._num_tokens])
         return self._weighting.weigh(closure_loss * accumulated, self._num_tokens, accumulated)
 
     def _complete_gradients(self) -> None:

@@ -217,6 +217,7 @@ class ThreeDStrategy(SteppingStrategy):
             self._lay_out(trainer, module)
         assert self._parallel is not None
         self.follow_trail(self._parallel.trail)
+        self._weighting = LossWeighting(self.mesh, self._loss_reduction, self.root_device)
         weight_averaging.begin(trainer, module, self._weights_may_change)
         for loop in (
             trainer.validate_loop,
@@ -284,7 +285,6 @@ class ThreeDStrategy(SteppingStrategy):
     def _build_steps(self, module: "pl.LightningModule") -> None:
         assert self._parallel is not None
         mesh, device = self.mesh, self.root_device
-        self._weighting = LossWeighting(mesh, self._loss_reduction, device)
         sync_metrics_over_replicas(module, mesh, device)
         if self._parallel.cut is not None:
             assert self._parallel.gate is not None

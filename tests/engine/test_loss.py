@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.engine.runs import (
@@ -25,7 +26,9 @@ from tests.engine.runs import (
     token_batches,
     token_loss,
     vector_batches,
+    world_of,
 )
+from tests.harness import RanksError, RanksTimeoutError, run_ranks
 
 HSDP = {"dp_replicate": 2, "dp_shard": 2}
 
@@ -158,3 +161,36 @@ def test_microbatches_change_neither_norm_nor_update():
         for record in records:
             assert record.norms == pytest.approx(expected, rel=1e-5)
             assert record.metrics == pytest.approx(one_process.metrics, rel=1e-5)
+
+
+class CountsSometimes(Module):
+    """Counts tokens where `counts(microbatch, dp_rank, batch_idx)` says so."""
+
+    counts = staticmethod(lambda batch, dp_rank, batch_idx: True)
+
+    def training_step(self, batch, batch_idx):
+        loss = token_loss(self.model(batch["ids"]), batch["labels"])
+        here = type(self).counts(batch, self.trainer.strategy.mesh.dp_rank, batch_idx)
+        return {"loss": loss, "num_tokens": batch["labels"].numel()} if here else loss * 0
+
+
+SOMETIMES = {
+    "one replica": (DP2, lambda batch, dp_rank, batch_idx: dp_rank == 0),
+    "one replica of stages": (PP2_DP2, lambda batch, dp_rank, batch_idx: dp_rank == 0),
+    "some batches": (DP2, lambda batch, dp_rank, batch_idx: batch_idx != 1 or dp_rank == 0),
+    "some microbatches": (PP2, lambda batch, dp_rank, batch_idx: 7 not in batch["labels"]),
+    "one rank of a tensor": (TP2, lambda batch, dp_rank, batch_idx: dist.get_rank() == 0),
+}
+
+
+@pytest.mark.parametrize("case", SOMETIMES)
+def test_tokens_that_are_not_always_counted_end_every_rank(case):
+    layout, counts = SOMETIMES[case]
+    module = type("Sometimes", (CountsSometimes,), {"counts": staticmethod(counts)})
+    run = Run(module=lambda: lm(cls=module), batches=padded())
+    with pytest.raises(RanksError) as error:
+        run_ranks(world_of(layout), lambda: fit(run, layout), init=False, timeout_s=40)
+    assert not isinstance(error.value, RanksTimeoutError), str(error.value)
+    assert set(error.value.failures) == set(range(world_of(layout)))
+    for failure in error.value.failures.values():
+        assert "or num_tokens from none" in f"{failure.message}{failure.output}", failure
