@@ -184,6 +184,18 @@ def on_checkpoint_choice(
     connector._parse_ckpt_path = parse_then
 
 
+def on_restore(trainer: Any, check: Callable[[Any], None]) -> None:
+    """Calls `check(path)` before a Trainer loads the checkpoint that it chose, or None (`resume_start`)."""
+    connector = trainer._checkpoint_connector
+    resume = connector.resume_start
+
+    def check_then_resume(checkpoint_path: Any = None, *args: Any, **options: Any) -> None:
+        check(checkpoint_path)
+        resume(checkpoint_path, *args, **options)
+
+    connector.resume_start = check_then_resume
+
+
 def checkpoint_folder(callback: ModelCheckpoint, trainer: Any) -> str:
     """Where a ModelCheckpoint saves, also before its `setup` (`__resolve_ckpt_dir`)."""
     return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `ckpt_path="last"` and `"best"` mean: the newest, or best, checkpoint that is whole."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -11,11 +13,34 @@ from lightning_3d.checkpoint.agreement import listed
 from lightning_3d.checkpoint.commit import is_taken, recover_all, unfinished
 from lightning_3d.checkpoint.folder import read_manifest
 from lightning_3d.checkpoint.places import place_of
-from lightning_3d.compat_lightning import checkpoint_folder, let_link_anywhere, look_with
+from lightning_3d.compat_lightning import (
+    checkpoint_folder,
+    let_link_anywhere,
+    look_with,
+    on_checkpoint_choice,
+    on_restore,
+)
 from lightning_3d.errors import CheckpointError
+from lightning_3d.parallel.agreement import by_value, say_ranks
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+
+def take_part(trainer: "pl.Trainer", finish_saving: Callable[[], None]) -> None:
+    """Has a say in what a Trainer makes of `ckpt_path`.
+
+    Args:
+        trainer: before it looks for checkpoints.
+        finish_saving: waits for a checkpoint in the background, which may be the newest.
+    """
+
+    def before(asked: Any) -> str | None:
+        finish_saving()
+        return look(trainer, asked)
+
+    on_checkpoint_choice(trainer, before, partial(choose, trainer))
+    on_restore(trainer, check_seen_by_all)
 
 
 def look(trainer: "pl.Trainer", asked: Any) -> str | None:
@@ -96,6 +121,28 @@ def choose(trainer: "pl.Trainer", asked: Any, chosen: Any) -> Any:
             )
             return best
     return chosen
+
+
+def check_seen_by_all(path: Any) -> None:
+    """Checks that all ranks load a checkpoint, or none does; collective over the world.
+
+    Ranks look for `last` before they have met, each on its own disk. Which one is loaded, rank 0 says.
+
+    Args:
+        path: what this rank found, or None.
+
+    Raises:
+        CheckpointError: on every rank, if some see a checkpoint and others do not.
+    """
+    ranks = by_value(None if path is None else str(path))
+    if len(ranks) > 1 and None in ranks:
+        blind = ranks.pop(None)
+        found, seeing = next(iter(ranks.items()))
+        raise CheckpointError(
+            f"The checkpoint {found} was found on {say_ranks(seeing)}, and none on {say_ranks(blind)}, which would start"
+            " anew. All ranks must see it: keep checkpoints on storage that all nodes share, or bring the folder to"
+            " those nodes; or start anew everywhere with ckpt_path=None."
+        )
 
 
 def _best_whole(callback: ModelCheckpoint) -> str | None:

@@ -23,7 +23,7 @@ from lightning_3d.checkpoint import (
     remove_checkpoint,
     save_checkpoint,
 )
-from lightning_3d.compat_lightning import link_with, on_checkpoint_choice, on_launch, plain_optimizer
+from lightning_3d.compat_lightning import link_with, on_launch, plain_optimizer
 from lightning_3d.errors import CheckpointError
 from lightning_3d.plan import ParallelPlan
 from lightning_3d.strategies import checkpoint_choice, weight_averaging
@@ -86,14 +86,8 @@ class CheckpointedStrategy(MeshedStrategy):
         if self._met is trainer:
             return
         self._met = trainer
-
         checkpoint_choice.check_folders(trainer)
-
-        def before(asked: Any) -> Any:
-            self.finish_saving()
-            return checkpoint_choice.look(trainer, asked)
-
-        on_checkpoint_choice(trainer, before, partial(checkpoint_choice.choose, trainer))
+        checkpoint_choice.take_part(trainer, self.finish_saving)
 
     # --- what Lightning asks for ------------------------------------------------------------------------------------
 

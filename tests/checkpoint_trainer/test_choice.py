@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ckpt_path="last"` and `"best"`: the newest, or best, whole checkpoint, with the callbacks' state on every rank."""
 
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -14,8 +15,10 @@ from lightning_3d.checkpoint import is_checkpoint
 from lightning_3d.compat_lightning import checkpoint_folder
 from tests.checkpoint_trainer.samples import every, loader, on_ranks, train
 from tests.engine.runs import Layout
+from tests.harness import RanksError, run_ranks
 
 DP2: Layout = {"dp_shard": 2}
+PP2: Layout = {"pp": 2, "num_microbatches": 2}
 DP2_PP2: Layout = {"dp_shard": 2, "pp": 2, "num_microbatches": 2}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -91,3 +94,22 @@ def test_nothing_to_resume_is_a_start(tmp_path: Path) -> None:
         return trainer.global_step
 
     assert on_ranks(DP2, body) == [2, 2]
+
+
+@pytest.mark.parametrize("layout", [DP2, PP2], ids=["dp_shard=2", "pp=2"])
+def test_a_checkpoint_that_one_rank_does_not_see_ends_all(layout: Layout, tmp_path: Path) -> None:
+    """Each node has a disk of its own, and one was replaced."""
+    on_ranks(
+        layout,
+        lambda: train(layout, loader(8, layout), callbacks=[every(1, tmp_path / "0")], max_steps=1)[0].seen,
+    )
+
+    def resume() -> None:
+        folder = tmp_path / os.environ["RANK"]
+        train(layout, loader(8, layout), callbacks=[every(1, folder)], resume="last", max_steps=2)
+
+    with pytest.raises(RanksError) as error:
+        run_ranks(2, resume, init=False, timeout_s=30)
+    assert [each.type_name for each in error.value.failures.values()] == ["CheckpointError"] * 2
+    for failure in error.value.failures.values():
+        assert "step=1.ckpt was found on rank 0, and none on rank 1" in failure.message
