@@ -20,6 +20,7 @@ from lightning_3d.parallel.gradients import GradientLayout
 from lightning_3d.parallel.initial_state import (
     broadcast_state,
     check_meta,
+    check_same_model,
     is_on_meta,
     materialize,
     move_unsharded,
@@ -86,7 +87,7 @@ def parallelize(
     """Cuts, splits and shards a model in place; collective over the world.
 
     Args:
-        module: the LightningModule, with the same structure on every rank.
+        module: the LightningModule, alike on every rank.
         mesh: the mesh, with its plan.
         options: what the user says about the model.
         device: this rank's device.
@@ -100,6 +101,7 @@ def parallelize(
         PlanError: a degree does not fit the model.
     """
     plan = mesh.plan
+    check_same_model(module)
     blocks = find_blocks(module, options.blocks)
     _check_blocks(blocks, module, mesh)
     if blocks is not None and (mesh.pp_size > 1 or mesh.tp_mesh is not None):

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One initial state for all ranks: values that agree, and modules that were made on the meta device."""
 
+import hashlib
 import zlib
 from collections.abc import Iterable
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -11,11 +13,46 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.boxes import local_part
 from lightning_3d.errors import ModelError
+from lightning_3d.parallel.agreement import by_value, say_ranks
 
 
 def is_on_meta(module: nn.Module) -> bool:
     """Whether any parameter has no memory yet."""
     return any(parameter.is_meta for parameter in module.parameters())
+
+
+def check_same_model(module: nn.Module) -> None:
+    """Checks that all ranks have made the same model, values aside; collective over the world.
+
+    Args:
+        module: before anything is made of it.
+
+    Raises:
+        ModelError: on every rank, with the first parameter or buffer that is another on some rank.
+    """
+    mine = _outline(module)
+    # Digests first: a list of all tensors of every rank would be large.
+    if len(by_value(hashlib.sha256("\n".join(mine).encode()).digest())) == 1:
+        return
+    outlines = by_value(mine)
+    first, other = list(outlines)[:2]
+    here, there = next((a, b) for a, b in zip_longest(first, other, fillvalue="nothing") if a != b)
+    raise ModelError(
+        f"Ranks have made different models: {here} on {say_ranks(outlines[first])}, but {there} on"
+        f" {say_ranks(outlines[other])}. Make the model alike on all. For large weights, make it on the meta device on"
+        " all (configure_model, or trainer.init_module(empty_init=True)) and load them with ckpt_path, of which each"
+        " rank reads its part."
+    )
+
+
+def _outline(module: nn.Module) -> tuple[str, ...]:
+    """What must be the same on all ranks, a line for each parameter and buffer."""
+    return tuple(
+        f"{name} {list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+        f"{'' if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ', frozen,'}"
+        f" {'on the meta device' if tensor.is_meta else 'with values'}"
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    )
 
 
 def broadcast_state(module: nn.Module, device: torch.device) -> None:

@@ -17,6 +17,7 @@ from tests.engine.runs import (
     Batches,
     Module,
     be_quiet,
+    lm,
     make_trainer,
     name_of,
     strategy_of,
@@ -212,3 +213,46 @@ def test_ranks_that_seeded_differently_hold_the_same(layout):
         for name in by_rank[0].keys() & other.keys():
             assert torch.equal(by_rank[0][name], other[name]), name
     assert "noise" in by_rank[0].keys() & by_rank[-1].keys()
+
+
+def empty_elsewhere(module):
+    """Weights on rank 0 alone, as some load a checkpoint for torch's FSDP."""
+    return module if os.environ["RANK"] == "0" else module.to("meta")
+
+
+def frozen_elsewhere(module):
+    module.model.layers[1].requires_grad_(os.environ["RANK"] == "0")
+    return module
+
+
+def of_other_sizes():
+    return lm(vocab_size=64 if os.environ["RANK"] == "0" else 32)
+
+
+def with_another_buffer():
+    module = lm()
+    if os.environ["RANK"] == "0":
+        module.register_buffer("more", torch.zeros(1))
+    return module
+
+
+DIFFERENT = {
+    "weights on rank 0": (
+        lambda: empty_elsewhere(lm()),
+        "with values on rank 0, but .* on the meta device on rank 1",
+    ),
+    "sizes": (of_other_sizes, r"\[64, \d+\] .* on rank 0, but .*\[32, \d+\] .* on rank 1"),
+    "frozen": (lambda: frozen_elsewhere(lm()), r"layers\.1\..* on rank 0, but .*frozen.* on rank 1"),
+    "buffers": (with_another_buffer, "more .* on rank 0, but .* on rank 1"),
+}
+
+
+@pytest.mark.parametrize("layout", [DP2, TP2, PP2], ids=name_of)
+def test_models_that_differ_between_ranks_are_refused_on_all(layout):
+    def body():
+        be_quiet()
+        for make, words in DIFFERENT.values():
+            with pytest.raises(ModelError, match=f"different models: .*{words}"):
+                make_trainer(strategy_of(layout), 2).fit(make(), Batches(token_batches(1)))
+
+    run_ranks(2, body, init=False, timeout_s=40)
