@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -12,6 +13,8 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
 from lightning_3d.compat_lightning import is_interactive
 from lightning_3d.errors import PlanError
+from lightning_3d.parallel.agreement import by_value, say_ranks
+from lightning_3d.plan import ParallelPlan
 
 _STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS")
 """What srun sets and sbatch does not."""
@@ -47,6 +50,27 @@ def check_launch(environment: ClusterEnvironment, num_processes: int, num_nodes:
         raise PlanError(
             f"This is node {environment.node_rank()}, counted from 0, and num_nodes={num_nodes}. Set num_nodes, or clear"
             " NODE_RANK and GROUP_RANK in the environment if they were left behind."
+        )
+
+
+def check_same_plan(plan: ParallelPlan) -> None:
+    """Checks that all ranks have the same plan, before they make groups of it; collective over the world.
+
+    Each rank chooses the degrees that are `auto` for the device that it has.
+
+    Raises:
+        PlanError: on every rank, with the plans and their ranks.
+    """
+    plans = by_value(plan)
+    differing = [f.name for f in fields(plan) if len({getattr(each, f.name) for each in plans}) > 1]
+    if differing:
+        listed = "; ".join(
+            f"{' '.join(f'{name}={getattr(each, name)}' for name in differing)} on {say_ranks(ranks)}"
+            for each, ranks in plans.items()
+        )
+        raise PlanError(
+            f"Ranks have different plans: {listed}. Give every rank's strategy the same arguments, and where nodes have"
+            " different devices set the degrees, or cluster=..., instead of 'auto'."
         )
 
 

@@ -22,7 +22,7 @@ from lightning_3d.parallel.trail import Trail
 from lightning_3d.plan import ParallelPlan
 from lightning_3d.strategies.even_batches import EvenBatches
 from lightning_3d.strategies.failure import FailureWatch, end_process
-from lightning_3d.strategies.launching import check_launch, ending_with_parent
+from lightning_3d.strategies.launching import check_launch, check_same_plan, ending_with_parent
 from lightning_3d.strategies.shared_randomness import seed_workers
 from lightning_3d.strategies.signals import stop_together
 
@@ -141,6 +141,7 @@ class MeshedStrategy(ParallelStrategy):
         backend = self._process_group_backend or ("nccl" if device.type == "cuda" else "gloo")
         device_id = device if device.type == "cuda" else None
         init_process_group(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        check_same_plan(self.plan)
         self._mesh = ParallelMesh.create(self.plan, device.type)
 
     def stop_with_all_ranks(self, trainer: "pl.Trainer") -> None:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`auto` degrees: the planner chooses for a named cluster, given degrees stay, and a plan that cannot be ends early."""
 
+import os
+
 import pytest
 import torch.distributed as dist
 
 from lightning_3d.errors import PlanError
-from lightning_3d.strategies import ThreeDStrategy
+from lightning_3d.plan import ParallelPlan
+from lightning_3d.strategies import ThreeDStrategy, three_d
 from tests.engine.runs import Batches, be_quiet, lm, make_trainer, mlp, token_batches
 from tests.harness import run_ranks
 
@@ -69,3 +72,31 @@ def test_refused_on_every_rank_before_they_meet(options, module, devices, words)
         message, had_met = outcome
         assert words in message
         assert not had_met
+
+
+DIFFERENT = {
+    "planned for another device": (
+        lambda rank: {},
+        lambda rank: ParallelPlan(tp=2, dp_shard=1, dp_replicate=1, pp=1) if rank == 0 else None,
+        "dp_shard=1 tp=2 on rank 0; dp_shard=2 tp=1 on rank 1",
+    ),
+    "given another number": (
+        lambda rank: {"pp": 2, "num_microbatches": 2 + rank},
+        lambda rank: None,
+        "num_microbatches=2 on rank 0; num_microbatches=3 on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_plans_that_differ_between_ranks_are_refused_on_all(case, monkeypatch):
+    options, planned, words = DIFFERENT[case]
+
+    def body():
+        be_quiet()
+        rank = int(os.environ["RANK"])
+        monkeypatch.setattr(three_d, "choose_degrees", lambda *_: planned(rank))
+        with pytest.raises(PlanError, match=f"different plans: {words}"):
+            make_trainer(ThreeDStrategy(**options(rank)), 2).fit(lm(), Batches(token_batches(1)))
+
+    run_ranks(2, body, init=False, timeout_s=30)
