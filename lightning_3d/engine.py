@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import ModelError
 from lightning_3d.mesh import ParallelMesh
@@ -14,7 +15,7 @@ from lightning_3d.models import readable_shape
 from lightning_3d.parallel.blocks import Blocks, find_blocks, make_distinct
 from lightning_3d.parallel.compiled import compile_blocks
 from lightning_3d.parallel.float8 import convert_blocks
-from lightning_3d.parallel.fsdp import StepRoot, apply_fsdp, average_loose_gradients, callable_parts
+from lightning_3d.parallel.fsdp import StepRoot, apply_fsdp, callable_parts
 from lightning_3d.parallel.gate import BlockGate
 from lightning_3d.parallel.gradients import GradientLayout
 from lightning_3d.parallel.initial_state import (
@@ -137,8 +138,6 @@ def parallelize(
     root = StepRoot(module)
     _shard(root, module, blocks, mesh, precision, shard_root)
     _settle(module, device, seed, on_meta=on_meta, offload=offload)
-    if mesh.fsdp_mesh is not None and not shard_root:
-        average_loose_gradients(module, mesh.dp_group)
     return ParallelModel(
         root=root,
         num_parameters=num_parameters,
@@ -147,7 +146,7 @@ def parallelize(
         gate=gate,
         cut=cut,
         check=_begin_check(check, cut, module),
-        gradients=_gradient_layout(module, mesh, cut, tensor_parallel),
+        gradients=_gradient_layout(module, mesh, cut, tensor_parallel, shard_root),
         trail=_trail_of(root, mesh),
     )
 
@@ -274,7 +273,11 @@ def _settle(module: nn.Module, device: torch.device, seed: int, *, on_meta: bool
 
 
 def _gradient_layout(
-    module: nn.Module, mesh: ParallelMesh, cut: Cut | None, tensor_parallel: TensorParallel | None
+    module: nn.Module,
+    mesh: ParallelMesh,
+    cut: Cut | None,
+    tensor_parallel: TensorParallel | None,
+    shard_root: bool,
 ) -> GradientLayout:
     names = dict(module.named_parameters())
 
@@ -283,10 +286,13 @@ def _gradient_layout(
 
     shared = () if cut is None else cut.surroundings.shared
     tied = () if cut is None else cut.tied
+    # A sharded root holds what no block does.
+    whole = [] if shard_root else [p for p in names.values() if not isinstance(p, DTensor)]
     return GradientLayout(
         mesh=mesh,
         tp_partial=tp_partial,
         pp_shared=[names[name] for name in shared if name in names],
         pp_tied=[names[name] for name in tied if name in names],
         tied_group=mesh.make_tied_group() if tied else None,
+        loose=whole if mesh.dp_size > 1 else (),
     )

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -15,7 +14,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 
 from lightning_3d.compat import fsdp_follow_requires_grad
 from lightning_3d.parallel.gate import hidden_of, with_hidden
@@ -134,24 +132,6 @@ def callable_parts(module: nn.Module) -> list[nn.Module]:
         for part in found
         if not any(part is m for other in found if other is not part for m in other.modules())
     ]
-
-
-def average_loose_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Makes every backward average over `group` the gradients of parameters that no sharded module holds.
-
-    Args:
-        module: a module whose parts are sharded one by one, so that parameters beside them are whole on every rank.
-        group: the data-parallel group.
-    """
-
-    def average(gradient: Tensor) -> Tensor:
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total / group.size()
-
-    for parameter in module.parameters():
-        if parameter.requires_grad and not isinstance(parameter, DTensor):
-            parameter.register_hook(average)  # type: ignore[no-untyped-call]
 
 
 def set_gradient_sync(root: nn.Module, enabled: bool) -> None:

@@ -27,6 +27,8 @@ class GradientLayout:
     """Held by the first and the last stage (tied embeddings): each has a part of the sum."""
     tied_group: dist.ProcessGroup | None = None
     """This replica's first and last stage."""
+    loose: Sequence[nn.Parameter] = ()
+    """Beside the modules that are sharded one by one (manual optimization): whole on every rank, reduced by nobody."""
 
     def complete(self) -> None:
         """Adds up the partial gradients, in place; collective, once per optimizer step.
@@ -40,6 +42,15 @@ class GradientLayout:
             _all_reduce_gradients(self.pp_shared, self.mesh.group("pp"), device)
         if self.pp_tied and self.tied_group is not None:
             _all_reduce_gradients(self.pp_tied, self.tied_group, device)
+
+    def average_loose(self) -> None:
+        """Averages over replicas the gradients that no sharded module reduces, in place; collective over dp.
+
+        A replica that did not use a parameter adds zero. To do it again is harmless: all replicas have the average.
+        """
+        if self.loose:
+            _all_reduce_gradients(self.loose, self.mesh.dp_group, self.mesh.device_mesh.device_type)
+            scale_gradients(self.loose, 1.0 / self.mesh.dp_size)
 
     def copies(self, parameter: nn.Parameter) -> int:
         """Number of ranks that hold each element of a parameter's gradient."""

@@ -178,7 +178,9 @@ class SteppingStrategy(CheckpointedStrategy):
             closure_loss = self._weigh(closure_loss, module.trainer.accumulate_grad_batches)
         closure_loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        if automatic and not is_accumulating(module.trainer):
+        if not automatic:
+            self._average_loose_gradients()
+        elif not is_accumulating(module.trainer):
             self._complete_gradients()
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
@@ -196,6 +198,14 @@ class SteppingStrategy(CheckpointedStrategy):
         assert self.lightning_module is not None
         self._parallel.gradients.complete()
         self._weighting.finish(self.lightning_module.parameters())
+
+    def _average_loose_gradients(self) -> None:
+        assert self._parallel is not None
+        self._parallel.gradients.average_loose()
+
+    def _before_step(self, *_: Any) -> None:
+        super()._before_step()
+        self._average_loose_gradients()  # after a loss.backward() that this strategy did not see
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -58,6 +58,41 @@ class Listed(Regression):
         return {"loss": loss.detach()}
 
 
+class Sometimes(Regression):
+    """Parameters beside the network: all batches use one, half of a batch another, and no batch the last."""
+
+    def __init__(self, direct=False):
+        super().__init__(MLP(depth=2))
+        self.automatic_optimization, self.direct = False, direct
+        self.always, self.sometimes, self.never = (nn.Parameter(torch.ones(16)) for _ in range(3))
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        made = self.model(batch["x"]) * self.always
+        chosen = batch["chosen"].bool()
+        if chosen.any():  # on one of two replicas
+            made = torch.where(chosen, made + self.sometimes, made)
+        loss = F.mse_loss(made, batch["y"])
+        if self.direct:
+            loss.backward()
+        else:
+            self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss.detach()}
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1)
+
+
+def half_chosen():
+    """The first half of a batch is chosen, in the second batch the second half, in the third none."""
+    batches = vector_batches()
+    for batch, values in zip(batches, ([1, 0], [0, 1], [0, 0]), strict=True):
+        batch["chosen"] = torch.tensor(values).repeat_interleave(4).reshape(8, 1)
+    return batches
+
+
 RUNS = {
     "two networks": Run(
         module=lambda: seeded(Adversarial), batches=vector_batches(), compare=("losses", "parameters")
@@ -71,3 +106,16 @@ RUNS = {
 @pytest.mark.parametrize("layout", [DP2, {"dp_replicate": 2}], ids=name_of)
 def test_manual_optimization(layout):
     check(layout, RUNS)
+
+
+@pytest.mark.parametrize("layout", [DP2, {"dp_replicate": 2}], ids=name_of)
+def test_a_parameter_beside_the_networks_may_be_unused_on_a_replica(layout):
+    options = {"batches": half_chosen(), "compare": ("losses", "parameters")}
+    check(
+        layout,
+        {
+            "manual_backward": Run(module=lambda: seeded(Sometimes), **options),
+            "loss.backward": Run(module=lambda: seeded(lambda: Sometimes(direct=True)), **options),
+        },
+        timeout_s=40,
+    )
