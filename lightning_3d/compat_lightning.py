@@ -294,3 +294,47 @@ def call_requeue(trainer: Any) -> None:
 def mark_sigterm_received(trainer: Any) -> None:
     """Makes `trainer.received_sigterm` true (`_SignalConnector.received_sigterm`)."""
     trainer._signal_connector.received_sigterm = True
+
+
+def on_loop_decisions(trainer: Any, *, stops: Callable[[], None], validates: Callable[[bool], bool]) -> None:
+    """Has a say where the training loops decide by what one rank alone may know.
+
+    Their `_should_check_val_fx` and `on_advance_end` are wrapped, once a Trainer; `_can_stop_early` says whether
+    `min_epochs` and `min_steps` let them stop.
+
+    Args:
+        trainer: before it trains.
+        stops: called before a loop ends, or validates, because `trainer.should_stop` is set.
+        validates: given whether this rank's clock says that a validation is due (`val_check_interval` as a time).
+    """
+    fit_loop = trainer.fit_loop
+    epoch_loop = fit_loop.epoch_loop
+    if "_should_check_val_fx" in vars(epoch_loop):
+        return
+    is_val_due, end_batch, end_epoch = (
+        epoch_loop._should_check_val_fx,
+        epoch_loop.on_advance_end,
+        fit_loop.on_advance_end,
+    )
+
+    def look_for_stop() -> None:
+        if trainer.should_stop and fit_loop._can_stop_early:
+            stops()
+
+    def is_val_due_everywhere(fetcher: Any) -> bool:
+        look_for_stop()
+        due = bool(is_val_due(fetcher))
+        return due if getattr(trainer, "_val_check_time_interval", None) is None else validates(due)
+
+    def end_batch_then_look(fetcher: Any) -> None:
+        end_batch(fetcher)
+        look_for_stop()
+
+    def end_epoch_then_look() -> None:
+        end_epoch()
+        if fit_loop.epoch_progress.current.processed != fit_loop.max_epochs:  # else the run ends anyway
+            look_for_stop()
+
+    epoch_loop._should_check_val_fx = is_val_due_everywhere
+    epoch_loop.on_advance_end = end_batch_then_look
+    fit_loop.on_advance_end = end_epoch_then_look

@@ -16,7 +16,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lightning_3d.compat_lightning import init_process_group, make_script_launcher, set_logged_rank
+from lightning_3d.compat_lightning import (
+    init_process_group,
+    make_script_launcher,
+    on_loop_decisions,
+    set_logged_rank,
+)
+from lightning_3d.errors import CheckpointError, StepError
 from lightning_3d.mesh import ParallelMesh
 from lightning_3d.parallel.trail import Trail
 from lightning_3d.plan import ParallelPlan
@@ -145,9 +151,24 @@ class MeshedStrategy(ParallelStrategy):
         self._mesh = ParallelMesh.create(self.plan, device.type)
 
     def stop_with_all_ranks(self, trainer: "pl.Trainer") -> None:
-        """Makes SIGTERM and SLURM's requeue signal stop all ranks at the same step."""
+        """Makes signals, `trainer.should_stop` and clocks do the same on all ranks, or end them with an error."""
         if self._watch is not None:
             stop_together(trainer, self._watch, dist.broadcast)
+            on_loop_decisions(
+                trainer,
+                stops=self._check_all_stop,
+                validates=lambda due: self.reduce_boolean_decision(due, all=False),
+            )
+
+    def _check_all_stop(self) -> None:
+        try:
+            self.all_ranks_call("the stop that trainer.should_stop asks for")
+        except CheckpointError as error:
+            raise StepError(
+                f"{self.mesh.describe_rank()} stops because trainer.should_stop is set, and another rank trains on. Set"
+                " it on all ranks at the same time: trainer.should_stop ="
+                " trainer.strategy.reduce_boolean_decision(stop, all=False)."
+            ) from error
 
     def process_dataloader(self, dataloader: object) -> object:
         """Seeds workers by replica, and keeps replicas with fewer batches from stopping the others."""
