@@ -29,6 +29,7 @@ from lightning_3d.plan import ParallelPlan
 from lightning_3d.strategies.even_batches import EvenBatches
 from lightning_3d.strategies.failure import FailureWatch, end_process
 from lightning_3d.strategies.launching import check_launch, check_same_plan, ending_with_parent
+from lightning_3d.strategies.same_run import check_same_run
 from lightning_3d.strategies.shared_randomness import seed_workers
 from lightning_3d.strategies.signals import stop_together
 
@@ -121,7 +122,7 @@ class MeshedStrategy(ParallelStrategy):
         set_logged_rank(self.global_rank)
 
     def setup_environment(self) -> None:
-        """Meets the other ranks and builds the mesh."""
+        """Meets the other ranks, builds the mesh, and compares what ranks are told to do."""
         ParallelStrategy.setup_environment(self)  # not that of a subclass's other base, which meets ranks its own way
         if self._mesh is None:  # else a second fit or validate in the same processes
             with self._ending_with_launcher():
@@ -131,6 +132,8 @@ class MeshedStrategy(ParallelStrategy):
             self._watch = FailureWatch(
                 self.cluster_environment.main_address, self.mesh.describe_rank(), self.root_device
             )
+        if self.lightning_module is not None:
+            check_same_run(self.lightning_module.trainer)
 
     def _ending_with_launcher(self) -> AbstractContextManager[None]:
         """Rank 0 of a script starts the others, which wait for it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When to stop, save and validate: ranks whose clocks differ decide together, one that stops alone is an error."""
+"""When to stop, save and validate: ranks whose clocks differ decide together, one that is alone is an error."""
 
 import os
 import time
@@ -10,6 +10,7 @@ import pytest
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_3d.errors import SupportError
 from tests.engine.runs import (
     DP2,
     Batches,
@@ -131,3 +132,42 @@ def test_all_ranks_stop_together(layout):
         return [fit_until_stop(layout, hook, {0, 1}) for hook in HOOKS]
 
     assert run_ranks(2, body, init=False, timeout_s=40) == [[2, 4, 4]] * 2
+
+
+DIFFERENT = {
+    "max_epochs": (
+        lambda rank: {"max_epochs": 1 + rank},
+        "max_epochs=1 on rank 0, but max_epochs=2 on rank 1",
+    ),
+    "clipping": (
+        lambda rank: {"gradient_clip_val": 1.0 if rank else None},
+        "gradient_clip_val=None on rank 0, but gradient_clip_val=1.0 on rank 1",
+    ),
+    "checkpoints on rank 0": (
+        lambda rank: {"callbacks": [] if rank else [ModelCheckpoint()], "enable_checkpointing": not rank},
+        r"callbacks=\[ModelCheckpoint.*\] on rank 0, but callbacks=\[\] on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", [DP2, PP2], ids=name_of)
+def test_trainers_that_differ_between_ranks_are_refused_on_all(layout):
+    def body():
+        be_quiet()
+        for options, words in DIFFERENT.values():
+            trainer = make_trainer(strategy_of(layout), 2, **options(int(os.environ["RANK"])))
+            with pytest.raises(SupportError, match=f"different Trainers: {words}"):
+                trainer.fit(mlp(), Batches(vector_batches(2)))
+
+    run_ranks(2, body, init=False, timeout_s=20)
+
+
+def test_other_callbacks_may_be_on_one_rank_alone():
+    def body():
+        be_quiet()
+        callbacks = [] if os.environ["RANK"] == "1" else [pl.Callback()]
+        trainer = make_trainer(strategy_of(DP2), 2, callbacks=callbacks)
+        trainer.fit(mlp(), Batches(vector_batches(2)))
+        return trainer.global_step
+
+    assert run_ranks(2, body, init=False, timeout_s=20) == [2, 2]
