@@ -139,6 +139,25 @@ def given_dataloader(trainer: Any) -> Any:
     return trainer.fit_loop._data_source.instance
 
 
+def arguments_beside(trainer: Any, name: str, batch: Any) -> tuple[Any, ...]:
+    """Moves a batch to the device and builds a step's arguments as evaluation loops do (their private methods).
+
+    Args:
+        trainer: in an evaluation loop that is asking a loader for its next batch.
+        name: of the step.
+        batch: as the loader gave it; its number is 0.
+    """
+    loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+    position = getattr(
+        loop._combined_loader._iterator, "_iterator_idx", None
+    )  # None unless one after the other
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=position or 0)
+    batch = trainer.strategy.batch_to_device(batch, dataloader_idx=position or 0)
+    arguments = loop._build_kwargs(batch, 0, position if loop.num_dataloaders > 1 else None)
+    return tuple(loop._build_step_args_from_hook_kwargs(arguments, name))
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 

@@ -5,23 +5,28 @@
 All replicas take part in gathering and reducing shards, so they must run the same number of steps. In training the
 shortest loader ends the epoch. In evaluation every batch counts: a replica that has run out runs its last batch again
 beside the others and forgets what came out (its logs, its metrics, its predictions). `Trainer.test` and
-`Trainer.validate` read every sample once, where DistributedSampler would repeat some. Loaders of one known length, which
-is what Lightning's own sampler makes, are left alone; where a length is unknown, replicas ask each other every batch.
+`Trainer.validate` read every sample once, where DistributedSampler would repeat some. Loaders of one certain length,
+which is what Lightning's own sampler makes, are left alone. Elsewhere replicas ask each other every batch: a length is
+certain for a DataLoader over a map-style data set with samplers of torch or Lightning, and only said by all others (an
+IterableDataset whose shards have fewer samples, a batch sampler that fills batches by length). In evaluation a batch is
+held back until it is known whether it is the last one, so that what runs beside comes before a step of one's own.
 """
 
 import inspect
+import itertools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchmetrics import Metric
 
-from lightning_3d.compat_lightning import metric_state, restore_metric_state
+from lightning_3d.compat_lightning import arguments_beside, metric_state, restore_metric_state
 from lightning_3d.errors import BatchError
 from lightning_3d.mesh import ParallelMesh
 from lightning_3d.strategies.monitored import replaced_log
@@ -31,6 +36,8 @@ if TYPE_CHECKING:
 
 _NOTHING = object()
 _UNKNOWN = -1
+_KNOWN = {"torch", "lightning", "pytorch_lightning", "lightning_3d", "builtins", "typing", "collections"}
+"""Packages whose samplers keep their length, and those of their bases."""
 _KEY = "_even_batches"
 """Where an evened loader keeps what it needs."""
 
@@ -56,38 +63,37 @@ class EvenBatches:
         self.trainer, self.run_beside = trainer, run_beside
         self._mesh, self._device = mesh, device
 
-    def adopt(self, loader: Any) -> None:
-        """Makes a loader even where it is not, in place; collective over replicas."""
+    def adopt(self, loader: Any) -> Any:
+        """Gives a loader that is even where this one is not, if possible in place; collective over replicas."""
         evaluates = self.trainer.state.fn in (TrainerFn.VALIDATING, TrainerFn.TESTING)
         if evaluates:
             _count_every_sample_once(loader)
-        lengths = self._lengths(loader)
-        if len(set(lengths)) == 1 and lengths[0] != _UNKNOWN:
-            return
-        if not isinstance(loader, DataLoader):
-            if len(set(lengths)) > 1:
-                raise BatchError(
-                    f"Data-parallel replicas have {_say(lengths)} batches. Make their numbers equal, or return a"
-                    " DataLoader, which is then evened out."
-                )
-            return
-        if len(set(lengths)) > 1 and not evaluates:
+        lengths, certain = self._lengths(loader)
+        differ = len(set(lengths)) > 1
+        if certain and not differ:
+            return loader
+        if differ and not evaluates:
             rank_zero_warn(
                 f"Data-parallel replicas have {_say(lengths)} batches. Training ends an epoch with the shortest."
             )
+        if not hasattr(loader, "__dict__") or not hasattr(type(loader), "__iter__"):
+            loader = _Readable(loader)
         if _KEY not in loader.__dict__:
             loader.__class__ = _even_class(type(loader))
-        loader.__dict__[_KEY] = (self, lengths, self._mesh.dp_rank)
+        loader.__dict__[_KEY] = _Evened(self, lengths, certain, self._mesh.dp_rank)
+        return loader
 
-    def _lengths(self, loader: Any) -> list[int]:
+    def _lengths(self, loader: Any) -> tuple[list[int], bool]:
+        """The length of each replica's loader, and whether all of them are certain."""
         try:
             length = _plain_length(loader)
         except (TypeError, NotImplementedError):
             length = _UNKNOWN
-        mine = torch.tensor(length, device=self._device)
+        mine = torch.tensor([length, int(_is_certain(loader))], device=self._device)
         each = [torch.empty_like(mine) for _ in range(self._mesh.dp_size)]
         dist.all_gather(each, mine, group=self._mesh.dp_group)
-        return [int(value) for value in each]
+        lengths = [int(length) for length, _ in each]
+        return lengths, _UNKNOWN not in lengths and all(bool(certain) for _, certain in each)
 
     def count(self, has_batch: bool) -> int:
         """How many replicas have another batch; collective over replicas."""
@@ -103,55 +109,115 @@ class EvenBatches:
     def limit(self, length: int) -> int:
         """Batches that an evaluation loop takes of a loader of this length."""
         trainer = self.trainer
-        if trainer.sanity_checking:
-            return min(length, int(trainer.num_sanity_val_steps))
-        limits = {"validate": trainer.limit_val_batches, "test": trainer.limit_test_batches}
-        stage = trainer.state.stage
-        limit = limits.get(getattr(stage, "value", ""), trainer.limit_predict_batches)
-        return min(length, limit) if isinstance(limit, int) else int(length * limit)
+        limits = {
+            "sanity_check": trainer.limit_val_batches,
+            "validate": trainer.limit_val_batches,
+            "test": trainer.limit_test_batches,
+        }
+        limit = limits.get(getattr(trainer.state.stage, "value", ""), trainer.limit_predict_batches)
+        taken = min(length, limit) if isinstance(limit, int) else int(length * limit)
+        return int(min(taken, trainer.num_sanity_val_steps)) if trainer.sanity_checking else taken
+
+
+class _Evened(NamedTuple):
+    """What an evened loader keeps."""
+
+    even: EvenBatches
+    lengths: list[int]
+    """Of each replica's loader, when it was adopted; `_UNKNOWN` where it has none."""
+    certain: bool
+    """Whether the loaders have as many batches as they say."""
+    replica: int
+
+    def length(self) -> int | None:
+        """The one length that Lightning's loops on all replicas go by; None where each has its own."""
+        if self.even.trainer.training:
+            return min(self.lengths)
+        return None if self.certain else max(self.lengths)
+
+
+class _Readable:
+    """Stands for a loader whose class cannot be changed: a generator, say."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.source)
+
+    def __len__(self) -> int:
+        return len(self.source)
 
 
 def _even_class(cls: type) -> type:
-    """A DataLoader's class, with batches that are even: the loader stays what it is. See [Note: uneven loaders]."""
+    """A loader's class, with batches that are even: the loader stays what it is. See [Note: uneven loaders]."""
 
     def length(self: Any) -> int:
-        even, lengths, _ = self.__dict__[_KEY]
-        return min(lengths) if even.trainer.training and _UNKNOWN not in lengths else cls.__len__(self)  # type: ignore[attr-defined]
+        evened = self.__dict__[_KEY]
+        if _UNKNOWN in evened.lengths:
+            raise TypeError("A data-parallel replica does not know how many batches it has.")
+        agreed = evened.length()
+        return cls.__len__(self) if agreed is None else agreed  # type: ignore[attr-defined]
 
     def iterate(self: Any) -> Iterator[Any]:
-        even, lengths, replica = self.__dict__[_KEY]
-        batches: Iterator[Any] = cls.__iter__(self)  # type: ignore[attr-defined]
-        if _UNKNOWN in lengths:
-            return _agreed(even, batches)
+        return _even(self.__dict__[_KEY], cls.__iter__(self))  # type: ignore[attr-defined]
+
+    members = {"__iter__": iterate, "__module__": cls.__module__, "__slots__": ()}
+    return type(cls.__name__, (cls,), members | ({"__len__": length} if hasattr(cls, "__len__") else {}))
+
+
+def _even(evened: _Evened, batches: Iterator[Any]) -> Iterator[Any]:
+    even, lengths, certain, replica = evened
+    if not certain:
         if even.trainer.training:
-            return (batch for _, batch in zip(range(min(lengths)), batches, strict=False))
-        takes = [even.limit(length) for length in lengths]
-        if 0 in takes and any(takes):
-            raise BatchError(
-                f"Data-parallel replicas have {_say(takes)} batches to evaluate, but one without any cannot take part."
-                " Give every replica a batch, or use fewer replicas."
-            )
-        return _filled_up(even, batches, takes[replica], max(takes))
+            return _until_one_ends(even, batches, min(lengths))
+        most = sys.maxsize if _UNKNOWN in lengths else max(lengths)
+        return _until_all_end(even, batches, even.limit(most))
+    if even.trainer.training:
+        return (batch for _, batch in zip(range(min(lengths)), batches, strict=False))
+    takes = [even.limit(length) for length in lengths]
+    if 0 in takes and any(takes):
+        raise BatchError(
+            f"Data-parallel replicas have {_say(takes)} batches to evaluate, but one without any cannot take part."
+            " Give every replica a batch, or use fewer replicas."
+        )
+    return _filled_up(even, batches, takes[replica], max(takes))
 
-    members = {"__len__": length, "__iter__": iterate, "__module__": cls.__module__, "__slots__": ()}
-    return type(cls.__name__, (cls,), members)
 
-
-def _agreed(even: EvenBatches, batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches of a loader of unknown length: as long as all replicas have one, in evaluation as long as any has."""
-    last: Any = _NOTHING
-    while True:
+def _until_one_ends(even: EvenBatches, batches: Iterator[Any], said: int) -> Iterator[Any]:
+    """The batches of a training loader of uncertain length: as long as all replicas have one."""
+    for index in itertools.count():
         batch = next(batches, _NOTHING)
-        count = even.count(batch is not _NOTHING)
-        if count == 0 or (even.trainer.training and count < even.num_replicas):
+        if even.count(batch is not _NOTHING) < even.num_replicas:
+            if index < said:
+                rank_zero_warn(
+                    f"A loader has {said} batches by its length, but a data-parallel replica had {index}. The epoch"
+                    " ends there, and Lightning does not validate at such an end. Correct or remove __len__."
+                )
             return
-        if batch is not _NOTHING:
-            last = batch
-            yield batch
-        elif last is _NOTHING:
+        yield batch
+
+
+def _until_all_end(even: EvenBatches, batches: Iterator[Any], limit: int) -> Iterator[Any]:
+    """The batches of an evaluation loader of uncertain length, as long as any replica has one.
+
+    Lightning stops asking at its own limit: no replica may ask the others once more than that.
+    """
+    last: Any = _NOTHING
+    for _ in range(limit):
+        batch = next(batches, _NOTHING)
+        if even.count(batch is not _NOTHING) == 0:
+            break
+        if batch is _NOTHING and last is _NOTHING:
             raise BatchError("A data-parallel replica has nothing to evaluate. Give every replica a batch.")
-        else:
+        if batch is _NOTHING:
             even.run_beside(last)
+            continue
+        if last is not _NOTHING:
+            yield last
+        last = batch
+    if last is not _NOTHING:
+        yield last
 
 
 def _filled_up(even: EvenBatches, batches: Iterator[Any], own: int, most: int) -> Iterator[Any]:
@@ -161,6 +227,24 @@ def _filled_up(even: EvenBatches, batches: Iterator[Any], own: int, most: int) -
             for _ in range(most - own):
                 even.run_beside(batch)
         yield batch
+
+
+def _is_certain(loader: Any) -> bool:
+    """Whether a loader gives as many batches as it says, epoch after epoch. See [Note: uneven loaders]."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    cls = _plain_class(loader)
+    reads_as_torch = cls.__iter__ is DataLoader.__iter__ and cls.__len__ is DataLoader.__len__
+    return reads_as_torch and _is_known(loader.sampler) and _is_known(loader.batch_sampler)
+
+
+def _is_known(sampler: Any) -> bool:
+    """Whether a sampler, and what it takes samples from, is of torch or Lightning and no class of a user's."""
+    while sampler is not None:
+        if not {cls.__module__.partition(".")[0] for cls in type(sampler).__mro__} <= _KNOWN:
+            return False
+        sampler = getattr(sampler, "sampler", None)
+    return True
 
 
 def _count_every_sample_once(loader: Any) -> None:
@@ -174,20 +258,19 @@ def _count_every_sample_once(loader: Any) -> None:
         sampler.num_samples = len(range(sampler.rank, num_samples, sampler.num_replicas))
 
 
-def _plain_length(loader: Any) -> int:
+def _plain_class(loader: Any) -> Any:
+    """The class of a loader before it was evened."""
     is_even = _KEY in getattr(loader, "__dict__", {})
-    return int(type(loader).__mro__[1].__len__(loader)) if is_even else len(loader)  # type: ignore[attr-defined]
+    return type(loader).__mro__[1] if is_even else type(loader)
+
+
+def _plain_length(loader: Any) -> int:
+    cls = _plain_class(loader)
+    return int(cls.__len__(loader)) if hasattr(cls, "__len__") else _UNKNOWN
 
 
 def _say(lengths: list[int]) -> str:
     return " and ".join("an unknown number of" if n == _UNKNOWN else str(n) for n in lengths)
-
-
-def arguments_of(step: Callable[..., Any], batch: Any) -> dict[str, Any]:
-    """Arguments for a step on a batch that has no number of its own."""
-    names = list(inspect.signature(step).parameters)
-    first, *rest = names
-    return {first: batch, **{name: 0 for name in rest if name in ("batch_idx", "dataloader_idx")}}
 
 
 def run_beside(strategy: Any, batch: Any) -> None:
@@ -200,9 +283,9 @@ def run_beside(strategy: Any, batch: Any) -> None:
     module = strategy.lightning_module
     stage = getattr(module.trainer.state.stage, "value", "")
     name = f"{stage}_step" if stage in ("test", "predict") else "validation_step"
-    batch = strategy.batch_to_device(strategy.precision_plugin.convert_input(batch), dataloader_idx=0)
+    arguments = arguments_beside(module.trainer, name, batch)
     with forgotten(module, strategy.reduce):
-        getattr(strategy, name)(*arguments_of(getattr(module, name), batch).values())
+        getattr(strategy, name)(*arguments)
 
 
 @contextmanager

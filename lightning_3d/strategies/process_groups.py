@@ -176,9 +176,7 @@ class MeshedStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Seeds workers by replica, and keeps replicas with fewer batches from stopping the others."""
         seed_workers(dataloader, self.mesh.dp_rank)
-        if self.even_batches is not None:
-            self.even_batches.adopt(dataloader)
-        return dataloader
+        return dataloader if self.even_batches is None else self.even_batches.adopt(dataloader)
 
     def begins(self, name: str) -> None:
         """Notes where this rank is, for those that wait for it."""
