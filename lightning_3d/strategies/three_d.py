@@ -242,6 +242,11 @@ class ThreeDStrategy(SteppingStrategy):
         precision = self.precision_plugin.precision
         self._seed = self.broadcast(torch.initial_seed() % 2**62)
         made = parallelized_before(module, self.mesh, precision)
+        if made is not None:
+            self._mesh = made.mesh
+        sync_metrics_over_replicas(
+            module, self.mesh, self.root_device
+        )  # before the check of a cut copies them
         if made is None:
             # Again, since configure_model may have made the model only now.
             check_plan_against(self.plan, module, self._options.blocks)
@@ -258,7 +263,7 @@ class ThreeDStrategy(SteppingStrategy):
             )
             remember(module, Parallelized(parallel=parallel, mesh=self.mesh, precision=precision))
         else:
-            self.model, self._mesh, parallel = module, made.mesh, made.parallel
+            self.model, parallel = module, made.parallel
         self._parallel, self._pipeline = parallel, None
         self._build_steps(module)
 
@@ -285,7 +290,6 @@ class ThreeDStrategy(SteppingStrategy):
     def _build_steps(self, module: "pl.LightningModule") -> None:
         assert self._parallel is not None
         mesh, device = self.mesh, self.root_device
-        sync_metrics_over_replicas(module, mesh, device)
         if self._parallel.cut is not None:
             assert self._parallel.gate is not None
             assert self._parallel.blocks is not None
