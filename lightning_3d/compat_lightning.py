@@ -2,12 +2,13 @@
 """Private names of Lightning and torchmetrics, and nothing else; see `compat` for those of torch."""
 
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -16,6 +17,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as shared_rank_zero_only
 from torch.distributed.tensor import DTensor
@@ -139,6 +141,15 @@ def given_dataloader(trainer: Any) -> Any:
     return trainer.fit_loop._data_source.instance
 
 
+def _evaluation_loop(trainer: Any) -> Any:
+    return trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+
+
+def reads_ahead(trainer: Any) -> bool:
+    """Whether an evaluation loop asks for a batch before it runs the one before (`_PrefetchDataFetcher`)."""
+    return sized_len(_evaluation_loop(trainer)._combined_loader) is None
+
+
 def arguments_beside(trainer: Any, name: str, batch: Any) -> tuple[Any, ...]:
     """Moves a batch to the device and builds a step's arguments as evaluation loops do (their private methods).
 
@@ -147,7 +158,7 @@ def arguments_beside(trainer: Any, name: str, batch: Any) -> tuple[Any, ...]:
         name: of the step.
         batch: as the loader gave it; its number is 0.
     """
-    loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+    loop = _evaluation_loop(trainer)
     position = getattr(
         loop._combined_loader._iterator, "_iterator_idx", None
     )  # None unless one after the other
@@ -156,6 +167,24 @@ def arguments_beside(trainer: Any, name: str, batch: Any) -> tuple[Any, ...]:
     batch = trainer.strategy.batch_to_device(batch, dataloader_idx=position or 0)
     arguments = loop._build_kwargs(batch, 0, position if loop.num_dataloaders > 1 else None)
     return tuple(loop._build_step_args_from_hook_kwargs(arguments, name))
+
+
+@contextmanager
+def scratch_results(trainer: Any, name: str, batch: Any) -> Iterator[None]:
+    """Lets a step log as in its loop, into a collection that nobody reads (`_results`, `_current_fx_name`)."""
+    loop = _evaluation_loop(trainer)
+    module, connector = trainer.lightning_module, trainer._logger_connector
+    results, fx, fx_name = loop._results, connector._current_fx, module._current_fx_name
+    loop._results, module._current_fx_name = (
+        None if results is None else _ResultCollection(training=False),
+        name,
+    )
+    if loop._results is not None:
+        loop._results.batch = batch
+    try:
+        yield
+    finally:
+        loop._results, connector._current_fx, module._current_fx_name = results, fx, fx_name
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

@@ -4,15 +4,16 @@
 [Note: uneven loaders]
 All replicas take part in gathering and reducing shards, so they must run the same number of steps. In training the
 shortest loader ends the epoch. In evaluation every batch counts: a replica that has run out runs its last batch again
-beside the others and forgets what came out (its logs, its metrics, its predictions). `Trainer.test` and
-`Trainer.validate` read every sample once, where DistributedSampler would repeat some. Loaders of one certain length,
-which is what Lightning's own sampler makes, are left alone. Elsewhere replicas ask each other every batch: a length is
+beside the others and forgets what came out (its logs, its metrics, its predictions); it takes part in what is reduced
+in a step, since Lightning logs to a page of its own that is thrown away. `Trainer.test` and `Trainer.validate` read
+every sample once, where DistributedSampler would repeat some. Loaders of one certain length, which is what Lightning's
+own sampler makes, are left alone. Elsewhere replicas ask each other every batch: a length is
 certain for a DataLoader over a map-style data set with samplers of torch or Lightning, and only said by all others (an
-IterableDataset whose shards have fewer samples, a batch sampler that fills batches by length). In evaluation a batch is
-held back until it is known whether it is the last one, so that what runs beside comes before a step of one's own.
+IterableDataset whose shards have fewer samples, a batch sampler that fills batches by length). In evaluation one batch is
+read ahead, by Lightning where a loader has no length and here elsewhere, so that what runs beside others comes before
+the last step of one's own. Twice would be too often: replicas must run a step between two questions.
 """
 
-import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -26,10 +27,15 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchmetrics import Metric
 
-from lightning_3d.compat_lightning import arguments_beside, metric_state, restore_metric_state
+from lightning_3d.compat_lightning import (
+    arguments_beside,
+    metric_state,
+    reads_ahead,
+    restore_metric_state,
+    scratch_results,
+)
 from lightning_3d.errors import BatchError
 from lightning_3d.mesh import ParallelMesh
-from lightning_3d.strategies.monitored import replaced_log
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -203,7 +209,7 @@ def _until_all_end(even: EvenBatches, batches: Iterator[Any], limit: int) -> Ite
 
     Lightning stops asking at its own limit: no replica may ask the others once more than that.
     """
-    last: Any = _NOTHING
+    holds_back, last = not reads_ahead(even.trainer), _NOTHING
     for _ in range(limit):
         batch = next(batches, _NOTHING)
         if even.count(batch is not _NOTHING) == 0:
@@ -213,10 +219,12 @@ def _until_all_end(even: EvenBatches, batches: Iterator[Any], limit: int) -> Ite
         if batch is _NOTHING:
             even.run_beside(last)
             continue
-        if last is not _NOTHING:
+        if not holds_back:
+            yield batch
+        elif last is not _NOTHING:
             yield last
         last = batch
-    if last is not _NOTHING:
+    if holds_back and last is not _NOTHING:
         yield last
 
 
@@ -284,29 +292,16 @@ def run_beside(strategy: Any, batch: Any) -> None:
     stage = getattr(module.trainer.state.stage, "value", "")
     name = f"{stage}_step" if stage in ("test", "predict") else "validation_step"
     arguments = arguments_beside(module.trainer, name, batch)
-    with forgotten(module, strategy.reduce):
+    with strategy.monitored.beside(), scratch_results(module.trainer, name, arguments[0]), forgotten(module):
         getattr(strategy, name)(*arguments)
 
 
 @contextmanager
-def forgotten(module: "pl.LightningModule", reduce: Callable[[Any], Any]) -> Iterator[None]:
-    """Forgets what is logged and what metrics gather inside the context.
-
-    Args:
-        module: the LightningModule.
-        reduce: over replicas; other replicas wait for it where they log a step's value with `sync_dist`.
-    """
-    signature = inspect.signature(type(module).log)
-
-    def drop(*args: Any, **kwargs: Any) -> None:
-        options = signature.bind(module, *args, **kwargs).arguments
-        if options.get("on_step") and options.get("sync_dist"):
-            reduce(torch.as_tensor(options["value"], dtype=torch.float32, device=module.device))
-
+def forgotten(module: "pl.LightningModule") -> Iterator[None]:
+    """Forgets what metrics gather inside the context."""
     states = [(metric, metric_state(metric)) for metric in module.modules() if isinstance(metric, Metric)]
-    with replaced_log(module, drop):
-        try:
-            yield
-        finally:
-            for metric, state in states:
-                restore_metric_state(metric, state)
+    try:
+        yield
+    finally:
+        for metric, state in states:
+            restore_metric_state(metric, state)

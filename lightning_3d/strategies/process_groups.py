@@ -27,6 +27,7 @@ from lightning_3d.mesh import ParallelMesh
 from lightning_3d.parallel.trail import Trail
 from lightning_3d.plan import ParallelPlan
 from lightning_3d.strategies.even_batches import EvenBatches
+from lightning_3d.strategies.monitored import MonitoredLog
 from lightning_3d.strategies.failure import FailureWatch, end_process
 from lightning_3d.strategies.launching import check_launch, check_same_plan, ending_with_parent
 from lightning_3d.strategies.same_run import check_same_run
@@ -66,6 +67,7 @@ class MeshedStrategy(ParallelStrategy):
         self._mesh: ParallelMesh | None = None
         self._watch: FailureWatch | None = None
         self.even_batches: EvenBatches | None = None
+        self.monitored: MonitoredLog | None = None
 
     @property
     def mesh(self) -> ParallelMesh:

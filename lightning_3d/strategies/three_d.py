@@ -207,7 +207,7 @@ class ThreeDStrategy(SteppingStrategy):
         write_once(trainer, self.mesh)
         if self.mesh.dp_size > 1:
             self.even_batches = EvenBatches(trainer, self.mesh, self.root_device, self._run_beside)
-            module.__dict__["log"] = MonitoredLog(module)
+            self.monitored = MonitoredLog.begin(module, self)
         check_trainer(trainer, module, self.plan)
         check_precision(self.precision_plugin)
         for warning in self.topology_warnings:
@@ -331,6 +331,6 @@ class ThreeDStrategy(SteppingStrategy):
     def teardown(self) -> None:
         """Frees gathered parameters; the processes stay for another run."""
         self._free_gathered()
-        if self.lightning_module is not None:
-            self.lightning_module.__dict__.pop("log", None)
+        if self.monitored is not None:
+            self.monitored.end(self)
         super().teardown()

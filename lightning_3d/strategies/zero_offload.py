@@ -177,7 +177,7 @@ class ZeroOffloadStrategy(ZeroCheckpoints):
             self.even_batches = EvenBatches(
                 trainer, self.mesh, self.root_device, lambda batch: run_beside(self, batch)
             )
-            module.__dict__["log"] = MonitoredLog(module)
+            self.monitored = MonitoredLog.begin(module, self)
         for loop in (
             trainer.validate_loop,
             trainer.test_loop,
@@ -370,8 +370,8 @@ class ZeroOffloadStrategy(ZeroCheckpoints):
 
     def teardown(self) -> None:
         """Gives the module its own `log` back; the processes and the state stay for another run."""
-        if self.lightning_module is not None:
-            self.lightning_module.__dict__.pop("log", None)
+        if self.monitored is not None:
+            self.monitored.end(self)
         super().teardown()
 
 

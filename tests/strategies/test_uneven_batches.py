@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.engine.runs import DP2, Regression, be_quiet, make_trainer, mlp, strategy_of
@@ -68,6 +69,7 @@ class Counting(Regression):
         self.model(batch["x"])
         self.seen += batch["x"][:, 0].tolist()
         self.log("sum", batch["x"][:, 0].sum(), reduce_fx="sum", sync_dist=True)
+        self.log("monitored", batch["x"][:, 0].sum(), reduce_fx="sum")
 
 
 def shard(replica, sizes=(8, 6)):
@@ -113,18 +115,29 @@ def test_training_ends_with_the_shortest(loader, epochs, expected):
         (plain, 1.0, 6 + 3),
         (plain, 2, 1 + 1),
         (lambda replica: Plain([4, 1][replica]), 3, 3 + 0),
+        (lambda replica: Plain([2, 1][replica]), 1.0, 1 + 0),
+        (lambda replica: shard(replica, sizes=(4, 2)), 1.0, 6 + 1),
     ],
-    ids=["shard", "plain", "plain, as many as the limit", "plain, one beyond the limit"],
+    ids=[
+        "shard",
+        "plain",
+        "plain, as many as the limit",
+        "plain, one beyond the limit",
+        "plain, one batch",
+        "shard, one batch",
+    ],
 )
 def test_evaluation_reads_everything(loader, limit, expected):
     def body():
         be_quiet()
-        trainer = make_trainer(strategy_of(DP2), 2, limit_val_batches=limit)
+        stop = EarlyStopping("monitored")
+        trainer = make_trainer(strategy_of(DP2), 2, limit_val_batches=limit, callbacks=[stop])
         module = mlp(cls=Counting)
         module.val_dataloader = lambda: loader(replica_of(trainer))
-        return trainer.validate(module, verbose=False)[0]["sum"]
+        found = trainer.validate(module, verbose=False)[0]
+        return found["sum"], found["monitored"]
 
-    assert run_ranks(2, body, init=False, timeout_s=30) == [expected] * 2
+    assert run_ranks(2, body, init=False, timeout_s=30) == [(expected, expected)] * 2
 
 
 def test_says_that_a_length_is_not_met():
