@@ -159,9 +159,8 @@ def arguments_beside(trainer: Any, name: str, batch: Any) -> tuple[Any, ...]:
         batch: as the loader gave it; its number is 0.
     """
     loop = _evaluation_loop(trainer)
-    position = getattr(
-        loop._combined_loader._iterator, "_iterator_idx", None
-    )  # None unless one after the other
+    # None unless the loaders are read one after the other.
+    position = getattr(loop._combined_loader._iterator, "_iterator_idx", None)
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=position or 0)
     batch = trainer.strategy.batch_to_device(batch, dataloader_idx=position or 0)

@@ -244,9 +244,8 @@ class ThreeDStrategy(SteppingStrategy):
         made = parallelized_before(module, self.mesh, precision)
         if made is not None:
             self._mesh = made.mesh
-        sync_metrics_over_replicas(
-            module, self.mesh, self.root_device
-        )  # before the check of a cut copies them
+        # Before the check of the cut copies them.
+        sync_metrics_over_replicas(module, self.mesh, self.root_device)
         if made is None:
             # Again, since configure_model may have made the model only now.
             check_plan_against(self.plan, module, self._options.blocks)
