@@ -120,7 +120,8 @@ def recomputed_blocks(layout, recompute, batches):
 
     def watch(gate, index, *arguments):
         again = gate._recompute
-        seen[-1].update({index: again.applies_to(index, lambda: hidden_of(*arguments[1:]))})
+        if torch.is_grad_enabled():  # the first batch runs once more beside training
+            seen[-1].update({index: again.applies_to(index, lambda: hidden_of(*arguments[1:]))})
         return call(gate, index, *arguments)
 
     class Watched(Module):
